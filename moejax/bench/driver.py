@@ -10,15 +10,17 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, next_request
 from moejax.core.errors import RequestError
-from moejax.engine.requests.api import RequestMetrics, RequestOutput, SamplingParams
+from moejax.core.scheduling import SchedulingConfig
+from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 from moejax.results.metrics import BROKEN_OFF, Metrics, RequestRecord, Slo, compute_metrics, record_row
+from moejax.results.service import service_metrics
 
 # Seconds of the driver's clock between looks at what has finished, which are for the progress bar only.
 _LOOK_EVERY = 0.2
@@ -79,12 +81,14 @@ class TrafficRun:
         start: the first arrival's instant on the driver's clock.
         served: what was sent, and what could not be since what it continues failed, in the plan's order.
         workload: how long its warm-up was, and when the sending ended.
+        scheduling: what classes ask and tenants weigh.
     """
 
     start: float
     served: tuple[ServedRequest, ...]
     steps: tuple[StepRecord, ...]
     workload: ThroughputWorkload = OPEN
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -120,7 +124,9 @@ class TrafficRun:
         """`compute_metrics` of this pass: latencies of the measured requests, rates of what came in the
         window, whenever its request did, totals of all."""
         counted = compute_metrics(self.records, self.duration_s, slo, latencies=False, window=self.window)
-        return compute_metrics([item.record for item in self.measured], self.duration_s) | counted
+        mixed = [item.record for item in self.measured] if self.workload.mix else []
+        service = service_metrics(mixed, self.scheduling) if mixed else {}
+        return compute_metrics([item.record for item in self.measured], self.duration_s) | counted | service
 
     def require_completed(self, label: str) -> None:
         """Raises `RequestError` where no request was completed; `label` names the engine."""
@@ -250,7 +256,9 @@ def drive(
                 chosen = params[place] if place < len(params) else sampling(asked.output_len, place)
                 prompt = _prompt(asked, outputs, backend)
                 try:
-                    output = backend.submit(prompt, chosen, arrival_time=arrivals[place])
+                    output = backend.submit(
+                        prompt, chosen, arrival_time=arrivals[place], options=asked.options
+                    )
                 except RequestError as error:
                     outputs[place] = str(error)
                     on_progress(1)
@@ -287,11 +295,12 @@ def drive(
         turn = 0 if follows is None else served[follows].turn + 1
         if isinstance(answer, str):
             planned = 0 if follows is not None else len(due.plan[place].prompt_token_ids)
-            record = RequestRecord(name, case, planned, 0, RequestMetrics(arrivals[place]), "error")
+            times, options = RequestMetrics(arrivals[place]), due.plan[place].options
+            record = RequestRecord(name, case, planned, 0, times, "error", options)
             served[place] = ServedRequest(record, None, 0, answer, turn=turn)
         else:
-            served[place] = _outcome(answer, case, turn, late.get(place))
-    return TrafficRun(start, tuple(served.values()), tuple(steps), workload)
+            served[place] = _outcome(answer, case, turn, late.get(place), due.plan[place].options)
+    return TrafficRun(start, tuple(served.values()), tuple(steps), workload, backend.scheduling)
 
 
 def _prompt(
@@ -318,10 +327,12 @@ def _broken_off(output: RequestOutput) -> str | None:
     return f"failed: {output.error}" if output.error else "was aborted"
 
 
-def _outcome(output: RequestOutput, case: int, turn: int, late: str | None) -> ServedRequest:
+def _outcome(
+    output: RequestOutput, case: int, turn: int, late: str | None, options: RequestOptions
+) -> ServedRequest:
     """Returns what became of a request that was sent, by its output at the end of the run; `late` says that
     it was given up."""
-    record, error = RequestRecord.from_output(output, case=case), late or output.error
+    record, error = RequestRecord.from_output(output, case, options), late or output.error
     if not output.finished:
         record = dataclasses.replace(record, finish_reason="error")
         error = error or "the engine had nothing left to do before this request was finished"

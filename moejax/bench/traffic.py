@@ -21,14 +21,15 @@ from moejax.core.checked import Checked, Must, NonNegativeInt, NonNegativeNumber
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
 from moejax.core.files import content_hash
+from moejax.engine.requests.api import RequestOptions
 
 # Which of the seed's random streams draws what.
-_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES = range(5)
+_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES, _KINDS = range(6)
 
 # Of users who go on until the time is over, so many requests have lengths of their own, which then repeat.
 _BLOCK = 1024
 # Fields that are no part of a workload's hash while they have their defaults.
-_HASHED_IF_SET = "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s".split()
+_HASHED_IF_SET = "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s mix".split()
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,31 @@ LengthOrDistribution = Annotated[
 
 
 @dataclass(frozen=True)
+class RequestKind(Checked, section="workload.mix"):
+    """One of several kinds of requests in a workload.
+
+    Attributes:
+        share: how often it comes, relative to the others'.
+        prompt_len, output_len: instead of the workload's; None: those.
+        priority, deadline_ms, slo_class: see `moejax.RequestOptions`.
+        tenant: see there; None: the kind's name.
+    """
+
+    share: PositiveNumber = 1.0
+    prompt_len: LengthOrDistribution | None = None
+    output_len: LengthOrDistribution | None = None
+    priority: int = 0
+    deadline_ms: PositiveNumber | None = None
+    slo_class: str | None = None
+    tenant: str | None = None
+
+    def options(self, name: str) -> RequestOptions:
+        """Returns what policies go by; `name` is the kind's."""
+        tenant = name if self.tenant is None else self.tenant
+        return RequestOptions(self.priority, self.deadline_ms, tenant, self.slo_class)
+
+
+@dataclass(frozen=True)
 class ThroughputWorkload(SampledWorkload):
     """Requests that arrive whether or not the engine keeps up (an open loop), or of so many users who each
     wait for their answer (a closed one).
@@ -112,6 +138,8 @@ class ThroughputWorkload(SampledWorkload):
             statistic.
         duration_s: after so many seconds no request is sent, and tokens that come later are in no rate.
         timeout_s: a request that has not ended so many seconds after its arrival is aborted.
+        mix: kinds of requests by name, drawn at random, a conversation's turns alike; see `RequestKind`.
+            Empty: all are alike.
         iterations: measured repetitions of the whole traffic.
         warmup: short passes before, not measured, after all buckets are compiled; 0 measures a cold engine,
             compilation included.
@@ -135,6 +163,7 @@ class ThroughputWorkload(SampledWorkload):
     warmup_s: NonNegativeNumber = 0.0
     duration_s: PositiveNumber | None = None
     timeout_s: PositiveNumber | None = None
+    mix: dict[str, RequestKind] = field(default_factory=dict)
     iterations: PositiveInt = 1
     warmup: NonNegativeInt = 1
     compare: tuple[Batching, ...] = ()
@@ -196,7 +225,9 @@ class ThroughputWorkload(SampledWorkload):
     @property
     def hash(self) -> str:
         content = asdict(self)
-        unset = [f.name for f in fields(self) if f.name in _HASHED_IF_SET and content[f.name] == f.default]
+        unset = [
+            f.name for f in fields(self) if f.name in _HASHED_IF_SET and content[f.name] in (f.default, {})
+        ]
         for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file", *unset):
             del content[name]
         # JSON has no infinity, and null must not stand for it here.
@@ -218,6 +249,7 @@ class PlannedRequest:
         output_len: tokens asked for.
         follows: place in the plan of the request whose output it continues, an earlier one.
         history_len: tokens before `prompt_token_ids` if all outputs are as long as asked for.
+        options: what policies go by.
     """
 
     arrival_s: float
@@ -225,6 +257,7 @@ class PlannedRequest:
     output_len: int
     follows: int | None = None
     history_len: int = 0
+    options: RequestOptions = field(default_factory=RequestOptions)
 
     @property
     def prompt_len(self) -> int:
@@ -267,16 +300,39 @@ def plan_requests(
     """
     rows = load_trace(workload.trace_file)[: workload.num_requests] if workload.trace_file else []
     rows = rows or _conversations(workload)
-    prompts = _prompts(workload, rows, vocab_size, encode)
-    outputs = _draw(workload.output_len, workload.seed, _OUTPUT_LENGTHS, len(rows))
+    kinds = _kinds(workload, len(rows))
+    prompts = _prompts(workload, rows, kinds, vocab_size, encode)
+    outputs = _lengths(workload, kinds, "output_len", _OUTPUT_LENGTHS)
     plan: list[PlannedRequest] = []
     for place, (row, ids, output) in enumerate(zip(rows, prompts, outputs, strict=True)):
         follows = place - 1 if place % workload.turns else None
         waits = follows is not None or workload.concurrency is not None
         arrival = workload.think_s if waits else (row.time - rows[0].time) / workload.trace_speedup
         history = 0 if follows is None else plan[follows].total_len
-        plan.append(PlannedRequest(arrival, ids, row.output_len or output, follows, history))
+        name = kinds[place]
+        options = workload.mix[name].options(name) if name else RequestOptions()
+        plan.append(PlannedRequest(arrival, ids, row.output_len or output, follows, history, options))
     return plan
+
+
+def _kinds(workload: ThroughputWorkload, count: int) -> list[str]:
+    """Returns the name of each request's kind; empty where there are none."""
+    if not workload.mix:
+        return [""] * count
+    shares = np.array([kind.share for kind in workload.mix.values()])
+    rng = np.random.default_rng([workload.seed, _KINDS])
+    drawn = rng.choice(len(shares), size=-(-count // workload.turns), p=shares / shares.sum())
+    return [list(workload.mix)[drawn[place // workload.turns]] for place in range(count)]
+
+
+def _lengths(workload: ThroughputWorkload, kinds: Sequence[str], key: str, stream: int) -> list[int]:
+    """Draws each request's length, as its kind has it or else the workload."""
+    own = {name: getattr(workload.mix[name], key) if name else None for name in set(kinds)}
+    drawn = {
+        name: _draw(lengths or getattr(workload, key), workload.seed, stream, len(kinds))
+        for name, lengths in own.items()
+    }
+    return [drawn[name][place] for place, name in enumerate(kinds)]
 
 
 def _conversations(workload: ThroughputWorkload) -> list[TraceRow]:
@@ -317,6 +373,7 @@ def _arrivals(workload: ThroughputWorkload, count: int) -> list[float]:
 def _prompts(
     workload: ThroughputWorkload,
     rows: Sequence[TraceRow],
+    kinds: Sequence[str],
     vocab_size: int,
     encode: Callable[[str], Sequence[int]] | None,
 ) -> list[list[int]]:
@@ -324,7 +381,7 @@ def _prompts(
 
     A random prompt depends on the seed, its place and its length, not on the other requests' lengths.
     """
-    lengths = _draw(workload.prompt_len, workload.seed, _PROMPT_LENGTHS, len(rows))
+    lengths = _lengths(workload, kinds, "prompt_len", _PROMPT_LENGTHS)
     from_file = itertools.cycle(load_prompts(workload.prompts_file)) if workload.prompts_file else None
     prompts: list[list[int]] = []
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):

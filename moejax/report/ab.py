@@ -13,7 +13,15 @@ from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
 from moejax.report.figure import legend_below, new_figure
 from moejax.report.style import COLORS, run_title
-from moejax.report.tables import Column, case_notes, column_table, metric_columns, number, print_lines
+from moejax.report.tables import (
+    Column,
+    case_notes,
+    column_table,
+    groups_table,
+    metric_columns,
+    number,
+    print_lines,
+)
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metric_names import short_name
 from moejax.results.statistics import Interval
@@ -32,6 +40,7 @@ _COLUMNS = (
         "median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", "output_throughput",
         "request_goodput", cell=number,
     ),
+    *metric_columns("slo_attainment", "service_gap", "jain_index"),
     Column("same\ntokens", _agreement),
     Column("rounds", "rounds"),
 )  # fmt: skip
@@ -61,6 +70,8 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
     note = "medians over rounds, times in ms; same: requests with the baseline's tokens throughout"
     title = f"{result['experiment']}: {run_title(result)}"
     tables = [column_table(title, _COLUMNS, result["cases"], note + case_notes(result))]
+    if (groups := groups_table(result)) is not None:
+        tables.append(groups)
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

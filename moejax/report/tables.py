@@ -259,6 +259,23 @@ def throughput_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def groups_table(result: Mapping[str, Any]) -> Table | None:
+    """One line per class and per tenant of each mode or variant; None where all requests are alike."""
+    rows = result.get("groups") or []
+    first = "variant" if rows and "variant" in rows[0] else "batching"
+    columns = [
+        *metric_columns(first),
+        Column("who", "group", left=True),
+        Column("requests", "requests"),
+        *metric_columns(
+            "slo_attainment", "median_ttft_ms", "p99_ttft_ms", "median_e2el_ms", "p99_e2el_ms",
+            "total_output_tokens",
+        ),
+    ]  # fmt: skip
+    note = "times in ms; kept: completed before the deadline and within the class's objectives, in per cent"
+    return column_table("by class and tenant", columns, rows, note) if rows else None
+
+
 def _traffic(case: Mapping[str, Any]) -> str:
     """Describes the requests of a throughput case in words."""
     rate, timed = case.get("request_rate"), "of users in turn" if "concurrency" in case else "from a trace"
@@ -325,6 +342,8 @@ def print_throughput(result: Mapping[str, Any], console: Console) -> None:
     """Prints `throughput_table`, in red what did not end well, which is in no other figure, and in yellow the
     keys against much padding."""
     console.print(throughput_table(result))
+    if (groups := groups_table(result)) is not None:
+        console.print(groups)
     _print_backends(result, console)
     for case in result["cases"]:
         counts = (

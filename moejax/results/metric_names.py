@@ -21,6 +21,9 @@ CASE_FIELDS = (
 RATES = ("output_throughput", "request_throughput", "total_token_throughput", "request_goodput")
 """Rates that a throughput run notes of each iteration."""
 
+SERVICE = ("slo_attainment", "service_gap", "jain_index")
+"""What a pass notes where its requests are of several classes or tenants."""
+
 JUDGED = (
     "median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", "output_throughput",
     "request_goodput",

@@ -8,7 +8,7 @@ It knows nothing of engines, files or JAX.
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moejax.core.checked import Checked, Must, PositiveInt, check
 from moejax.core.errors import ConfigError
-from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOutput
+from moejax.engine.requests.api import FinishReason, RequestMetrics, RequestOptions, RequestOutput
 from moejax.results.metric_names import CASE_FIELDS, LATENCIES, STATISTICS, least_samples, percentile_of
 
 BROKEN_OFF = ("time", "interrupt", "abort", "error")
@@ -35,6 +35,7 @@ class RequestRecord:
         output_len: tokens generated; `metrics.token_times` holds one instant for each.
         metrics: its arrival and token instants, in seconds.
         finish_reason: why it ended; one that was broken off counts in no latency or rate.
+        options: its class, deadline and tenant.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class RequestRecord:
     output_len: int
     metrics: RequestMetrics
     finish_reason: FinishReason | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
 
     def __post_init__(self) -> None:
         if self.completed and len(self.metrics.token_times) != self.output_len:
@@ -52,7 +54,9 @@ class RequestRecord:
             )
 
     @classmethod
-    def from_output(cls, output: RequestOutput, case: int = 0) -> "RequestRecord":
+    def from_output(
+        cls, output: RequestOutput, case: int = 0, options: RequestOptions | None = None
+    ) -> "RequestRecord":
         """The record of a finished request's first sample. A token that a stop string cut off was still
         generated and is counted."""
         return cls(
@@ -62,6 +66,7 @@ class RequestRecord:
             output_len=len(output.metrics.token_times),
             metrics=output.metrics,
             finish_reason=output.outputs[0].finish_reason,
+            options=options or RequestOptions(),
         )
 
     @property
@@ -234,6 +239,7 @@ def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:
         "tpot_ms": times.tpot * 1e3 if done and record.output_len > 1 else None,
         "e2el_ms": times.e2e * 1e3 if done else None,
         "itl_ms": [step * 1e3 for step in times.itl] if done else [],
+        **(asdict(record.options) if record.options != RequestOptions() else {}),
     }
 
 

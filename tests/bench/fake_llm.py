@@ -130,6 +130,7 @@ class FakeLLM:
         sampling_params: SamplingParams | None = None,
         *,
         arrival_time: float | None = None,
+        options: object = None,
     ) -> RequestOutput:
         assert sampling_params is not None
         self.submitted.append((prompt, sampling_params, arrival_time))

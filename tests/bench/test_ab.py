@@ -65,7 +65,7 @@ class Clocked(Backend):
             )
         return outputs
 
-    def submit(self, prompt, sampling_params=None, *, arrival_time=None): ...
+    def submit(self, prompt, sampling_params=None, *, arrival_time=None, options=None): ...
     def step(self) -> bool:
         return False
 

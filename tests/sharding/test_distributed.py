@@ -129,7 +129,7 @@ class Recorder:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def submit(self, prompt: list[int], sampling_params: object = None, *, arrival_time: float | None = None):
+    def submit(self, prompt: list[int], sampling_params: object = None, *, arrival_time=None, options=None):
         sample = CompletionOutput(0, "", [])
         output = RequestOutput(str(prompt[0]), None, prompt, [sample], RequestMetrics(0.0))
         self.submitted.append((self.steps, prompt[0]))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from moejax.core.checked import Checked, Must, PositiveInt
 from moejax.core.errors import ConfigError, unknown
-from moejax.results.metric_names import RATES, latency_name
+from moejax.results.metric_names import RATES, SERVICE, latency_name
 
 BASE = "base"
 """Name of the configuration without any overrides, which is the baseline where only one variant is given."""
@@ -61,8 +61,8 @@ class AbSection(Checked, section="ab"):
         if self.target is not None and self.max_rounds < self.rounds:
             raise ConfigError(f"ab.max_rounds {self.max_rounds} is below ab.rounds {self.rounds}")
         for name in self.metrics:
-            if latency_name(name) is None and name not in RATES:
-                known = ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", *RATES)
+            if latency_name(name) is None and name not in (*RATES, *SERVICE):
+                known = ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", *RATES, *SERVICE)
                 raise ConfigError(f"ab.metrics: {unknown('metric', name, known)}")
 
     @property

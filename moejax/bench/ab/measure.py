@@ -7,6 +7,7 @@ effect of who ran before then fall on all alike.
 
 import dataclasses
 import gc
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
-from moejax.results.metrics import Metrics, compute_metrics, record_row
+from moejax.results.metrics import Metrics, RequestRecord, compute_metrics, record_row
 from moejax.sharding.distributed import agree
 
 
@@ -84,6 +85,7 @@ class TrafficLoad:
             )
         self.workload = workload
         self.plan = plan_traffic(backends, workload)
+        self.records: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
         self.loads = [dataclasses.replace(workload, concurrency=users) for users in workload.users]
         self.cases: list[dict[str, Any]] = [
             {**plan_fields(self.plan, load), "batch_size": len(self.plan)} for load in self.loads
@@ -99,6 +101,8 @@ class TrafficLoad:
         load = self.loads[case]
         passed = drive(backend, self.plan, load.sampling, workload=load, case=case, agree=agree)
         passed.require_completed(backend.name)
+        if load.mix:
+            self.records[id(backend), case] += [item.record for item in passed.measured]
         return passed.metrics(self.workload.slo), passed.rows(self.workload.slo)
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from moejax.report.progress import progress
 from moejax.results.compare.samples import short_case_name
 from moejax.results.metrics import Metrics
 from moejax.results.result import Result
+from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields
 
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
@@ -118,6 +119,18 @@ def _rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     return rows
 
 
+def _groups(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
+    """Returns rows of classes and tenants, of all rounds together, for each arm and case."""
+    if not isinstance(load, TrafficLoad):
+        return []
+    return [
+        {"case": _place(index, case, load), "variant": arm.name, **row}
+        for index, arm in enumerate(arms)
+        for case in range(len(load.cases))
+        for row in group_rows(load.records[id(arm.backend), case], arm.backend.scheduling)
+    ]
+
+
 def _medians(passes: Sequence[Metrics]) -> Metrics:
     medians: Metrics = {}
     for name in passes[0]:
@@ -158,6 +171,7 @@ def _build(
             for (round_, case), metrics_of_pass in sorted(arm.rounds.items())
         ],
         not_judged=[name for name in asked if name not in judged_names],
+        groups=_groups(arms, load),
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moejax.core.errors import MoejaxError, RequestError
-from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.core.scheduling import SchedulingConfig
+from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 
 
@@ -47,6 +48,11 @@ class Backend(abc.ABC):
         """Whether every token's instant was seen; else latencies between tokens are left out."""
         return True
 
+    @property
+    def scheduling(self) -> SchedulingConfig:
+        """What classes of requests ask, and tenants weigh."""
+        return SchedulingConfig()
+
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
         """Facts for the result and its provenance: versions, weights, dtype, threads; as JSON's own types."""
@@ -62,9 +68,15 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
-        """Queues a request and returns its output, which `step` fills."""
+        """Queues a request and returns its output, which `step` fills. Peers serve all classes and tenants
+        alike."""
 
     @abc.abstractmethod
     def step(self) -> bool:

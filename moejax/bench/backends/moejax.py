@@ -9,8 +9,9 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.memory import peak_memory, weight_metrics
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.llm import LLM
-from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.stats import StepRecord
 from moejax.tracking.provenance import versions
 
@@ -38,9 +39,18 @@ class MoejaxBackend(Backend):
         return self.llm.generate(prompts, params, record_routing=record_routing)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
-        return self.llm.submit(prompt, params, arrival_time=arrival_time)
+        return self.llm.submit(prompt, params, arrival_time=arrival_time, options=options)
+
+    @property
+    def scheduling(self) -> SchedulingConfig:
+        return self.llm.engine_config.scheduling
 
     def step(self) -> bool:
         return self.llm.step()

@@ -25,6 +25,7 @@ from moejax.core.words import one_line
 from moejax.engine.requests.api import (
     CompletionOutput,
     RequestMetrics,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
 )
@@ -94,7 +95,12 @@ class OpenAIEndpoint(Backend):
         return outputs
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         return self._start(prompt, self._body(prompt, params), params, arrival)

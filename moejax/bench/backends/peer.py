@@ -11,7 +11,13 @@ from typing import Any
 from moejax.bench.backends.base import Backend, BackendError
 from moejax.bench.backends.config import BackendOptions, missing_package
 from moejax.bench.backends.process import Worker, WorkerFault
-from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from moejax.engine.requests.api import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOptions,
+    RequestOutput,
+    SamplingParams,
+)
 from moejax.engine.stats import StepRecord
 
 WORKERS = Path(__file__).parent / "workers"
@@ -131,7 +137,12 @@ class WorkerBackend(Backend):
         return outputs
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> RequestOutput:
         fields = self._request(prompt, params)
         output = _output(fields, time.perf_counter() if arrival_time is None else arrival_time)

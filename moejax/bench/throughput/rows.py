@@ -13,7 +13,7 @@ from moejax.bench.driver import TrafficRun
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.traffic import ThroughputWorkload, ideal_hit_rate, plan_fields
 from moejax.core.hardware import Hardware
-from moejax.results.metric_names import GLOSSARY, RATES
+from moejax.results.metric_names import GLOSSARY, RATES, SERVICE
 from moejax.results.metrics import case_row, flat_metrics, summarize
 from moejax.results.statistics import interval_fields, paired_ratio
 
@@ -58,6 +58,7 @@ def _row(mode: Mode, workload: ThroughputWorkload, index: int, hardware: Hardwar
     passes = [run.metrics(workload.slo) for run in mode.runs]
     row |= {name: _median([one[name] for one in passes]) for name in RATES}
     row |= {name: sum(one[name] or 0 for one in passes) for name in _TOTALS}
+    row |= {name: _median([one.get(name) for one in passes]) for name in SERVICE if name in passes[0]}
     row |= summarize([item.queue_s * 1e3 for item in measured if item.queue_s is not None], "queue")
     counted = [step for run in mode.runs for step in run.measured_steps]
     row |= step_metrics(counted, mode.backend.stats()["block_size"])

@@ -17,6 +17,7 @@ from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
 from moejax.results.result import Result
+from moejax.results.service import group_rows
 from moejax.routing.capture import CAPTURE_FILE
 
 # Rows of the first mode's timeline that go to the tracker; the result has up to `timeline.MAX_POINTS`.
@@ -72,6 +73,14 @@ def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorklo
         metrics["max_goodput"] = max(row["request_goodput"] or 0.0 for row in mine) if workload.slo else None
     metrics |= speedup(modes, rows, workload) | modes[0].backend.memory()
     extra: dict[str, Any] = {}
+    if workload.mix:
+        extra["groups"] = [
+            {"case": case, **_names(mode), **row}
+            for case, mode in enumerate(modes)
+            for row in group_rows(
+                [item.record for run in mode.runs for item in run.measured], mode.backend.scheduling
+            )
+        ]
     engines = [llm for mode in modes if (llm := engine_of(mode.backend)) is not None]
     if (first := engine_of(modes[0].backend)) is not None:
         # A variant may have a ledger of its own or share the first one's.
