@@ -51,12 +51,16 @@ def group_rows(records: Sequence[RequestRecord], scheduling: SchedulingConfig) -
         "class": lambda record: record.options.slo_class or f"priority {record.options.priority}",
         "tenant": lambda record: record.options.tenant,
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
+    told: list[list[RequestRecord]] = []
     for kind, key in keys.items():
         groups: dict[str, list[RequestRecord]] = defaultdict(list)
         for record in records:
             groups[key(record)].append(record)
         for name, members in sorted(groups.items()) if len(groups) > 1 else ():
+            if members in told:
+                continue  # a tenant that is a class of its own
+            told.append(members)
             samples = latency_samples(members)
             wanted = [
                 f"{statistic}_{each}_ms" for each in ("ttft", "e2el") for statistic in ("median", "p99")
