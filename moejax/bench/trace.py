@@ -38,7 +38,7 @@ class TraceRow:
         time: seconds (any origin); None in a file of conversations, which has no times.
         prompt: text or token ids; of a conversation's later turn what is new.
         prompt_len, output_len: tokens.
-        follows: place of the row whose output this one continues.
+        continues: whether it is the next turn of the row before it.
         answer: text that is as long as the output.
         hash_ids: of the prompt's blocks of `MOONCAKE_BLOCK` tokens: equal ones stand for equal tokens.
     """
@@ -47,7 +47,7 @@ class TraceRow:
     prompt: str | list[int] | None = None
     prompt_len: int | None = None
     output_len: int | None = None
-    follows: int | None = None
+    continues: bool = False
     answer: str | None = None
     hash_ids: tuple[int, ...] = ()
 
@@ -83,7 +83,7 @@ def load_trace(path: str | Path, trace_format: TraceFormat = "auto") -> list[Tra
             keys = value if isinstance(value, dict) else {}
             kind = next((name for name, (key, *_) in _FIRST_KEYS.items() if key in keys), "moejax")
         if kind in _CONVERSATIONS:
-            rows += _turns(value, where, *_CONVERSATIONS[kind], len(rows))
+            rows += _turns(value, where, *_CONVERSATIONS[kind])
         else:
             rows.append(_mooncake(value, where) if kind == "mooncake" else _parse(value, where))
     if not rows:
@@ -150,8 +150,8 @@ def _mooncake(row: Any, where: str) -> TraceRow:
     return TraceRow(time / 1e3, None, prompt_len, output_len, hash_ids=tuple(ids))
 
 
-def _turns(value: Any, where: str, key: str, who: str, what: str, before: int) -> list[TraceRow]:
-    """Returns a conversation's rows; `before` is how many rows there are already."""
+def _turns(value: Any, where: str, key: str, who: str, what: str) -> list[TraceRow]:
+    """Returns a conversation's rows."""
     said = value.get(key) if isinstance(value, dict) else None
     items = said if isinstance(said, list) else []
     texts = [(one.get(who), one.get(what)) for one in items if isinstance(one, dict)]
@@ -161,8 +161,7 @@ def _turns(value: Any, where: str, key: str, who: str, what: str, before: int) -
     asked: list[str] = []
 
     def ask(answer: str | None) -> None:
-        follows = before + len(rows) - 1 if rows else None
-        rows.append(TraceRow(None, "\n".join(asked), follows=follows, answer=answer))
+        rows.append(TraceRow(None, "\n".join(asked), continues=bool(rows), answer=answer))
         asked.clear()
 
     for name, text in texts:

@@ -221,7 +221,7 @@ class ThroughputWorkload(SampledWorkload):
             del content[name]
         # JSON has no infinity, and null must not stand for it here.
         content["request_rate"] = repr(float(self.request_rate))
-        new = ("follows", "answer", "hash_ids")
+        new = ("continues", "answer", "hash_ids")
         rows = [{k: v for k, v in vars(row).items() if k not in new or v} for row in self.trace]
         content["trace"] = rows or None
         content["prompts"] = load_prompts(self.prompts_file) if self.prompts_file else None
@@ -289,19 +289,20 @@ def plan_requests(
     """
     rows = workload.trace[: workload.num_requests] or _conversations(workload)
     if rows[0].time is None:
-        starts = iter(_arrivals(workload, sum(row.follows is None for row in rows)))
-        rows = [replace(row, time=None if row.follows is not None else next(starts)) for row in rows]
+        starts = iter(_arrivals(workload, sum(not row.continues for row in rows)))
+        rows = [replace(row, time=None if row.continues else next(starts)) for row in rows]
     origin = rows[0].time or 0.0
     prompts = _prompts(workload, rows, vocab_size, encode)
     outputs = _draw(workload.output_len, workload.seed, _OUTPUT_LENGTHS, len(rows))
     plan: list[PlannedRequest] = []
-    for row, ids, output in zip(rows, prompts, outputs, strict=True):
-        waits = row.follows is not None or workload.concurrency is not None
+    for place, (row, ids, output) in enumerate(zip(rows, prompts, outputs, strict=True)):
+        follows = place - 1 if row.continues or place % workload.turns else None
+        waits = follows is not None or workload.concurrency is not None
         arrival = workload.think_s if waits else ((row.time or 0.0) - origin) / workload.trace_speedup
-        history = 0 if row.follows is None else plan[row.follows].total_len
+        history = 0 if follows is None else plan[follows].total_len
         if row.answer is not None and encode is not None:
             output = max(1, len(encode(row.answer)))
-        plan.append(PlannedRequest(arrival, ids, row.output_len or output, row.follows, history))
+        plan.append(PlannedRequest(arrival, ids, row.output_len or output, follows, history))
     return plan
 
 
@@ -314,11 +315,7 @@ def _conversations(workload: ThroughputWorkload) -> list[TraceRow]:
         while starts[-1] < workload.duration_s:
             starts = _arrivals(workload, 2 * len(starts))
         starts = starts[: bisect.bisect_left(starts, workload.duration_s)]
-    return [
-        TraceRow(start, follows=place * turns + turn - 1 if turn else None)
-        for place, start in enumerate(starts)
-        for turn in range(turns)
-    ]
+    return [TraceRow(start) for start in starts for _ in range(turns)]
 
 
 def plan_fields(plan: Sequence[PlannedRequest], workload: ThroughputWorkload) -> dict[str, Any]:
@@ -362,7 +359,7 @@ def _prompts(
         before: list[int] = []
         if workload.branches is not None and index:
             before = prompts[(index - 1) // workload.branches]
-        elif workload.shared_prefix_len and row.follows is None:
+        elif workload.shared_prefix_len and index % workload.turns == 0:
             which = index // workload.turns % workload.shared_prefixes
             before = _random(workload, _PREFIXES, which, workload.shared_prefix_len, vocab_size)
         if row.prompt is not None:

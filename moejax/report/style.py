@@ -76,12 +76,13 @@ def has_peers(result: Mapping[str, Any]) -> bool:
 
 def mode_label(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """Names a row of a throughput result for a plot: its batching mode, and beside peers its backend, ours
-    with the mode where there are several."""
+    with the mode where there are several; and how many users there are."""
     batching, backend = str(row.get("batching", "")), row.get("backend", "moejax")
+    users = f", {row['concurrency']} users" if row.get("concurrency") else ""
     if not has_peers(result):
-        return batching
+        return batching + users
     ours = [case for case in result.get("cases", []) if case.get("backend", "moejax") == "moejax"]
-    return f"moejax {batching}" if backend == "moejax" and len(ours) > 1 else str(backend)
+    return (f"moejax {batching}" if backend == "moejax" and len(ours) > 1 else str(backend)) + users
 
 
 def rows_by_case(

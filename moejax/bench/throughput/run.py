@@ -108,5 +108,6 @@ def _first(modes: Sequence[Mode]) -> list[int]:
     return [place for place, mode in enumerate(modes) if mode.backend is modes[0].backend]
 
 
-def _names(mode: Mode) -> dict[str, str]:
-    return {"backend": mode.backend.name, "batching": mode.batching}
+def _names(mode: Mode) -> dict[str, Any]:
+    users = {} if mode.workload.concurrency is None else {"concurrency": mode.workload.concurrency}
+    return {"backend": mode.backend.name, "batching": mode.batching, **users}
