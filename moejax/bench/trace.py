@@ -1,6 +1,5 @@
 """Reads recorded traffic: when requests came, and what they asked. Knows nothing of engines. No JAX here."""
 
-import csv
 import json
 import math
 import re
@@ -69,12 +68,18 @@ def load_trace(path: str | Path, trace_format: TraceFormat = "auto") -> list[Tra
         ConfigError: the file cannot be read or holds no row, or a line is wrong (named by file and number).
     """
     lines = numbered_lines(path, "workload.trace_file", "request")
-    header = next(csv.reader([lines[0][1]]))
-    kind: str = trace_format
+    header, kind = {*lines[0][1].strip().split(",")}, str(trace_format)
     if kind == "auto":
-        kind = next((name for name, columns in _COLUMNS.items() if {*columns} <= {*header}), kind)
-    if kind in _COLUMNS:
-        return sorted(_csv_rows(lines, kind), key=lambda row: row.time or 0.0)
+        kind = next((name for name, columns in _COLUMNS.items() if {*columns} <= header), kind)
+    rows = _table(lines, kind) if kind in _COLUMNS else _objects(lines, kind, path)
+    if not rows:
+        raise ConfigError(f"workload.trace_file: {str(path)!r} holds no request")
+    # Stable: equal times keep the file's order, and conversations, without times, theirs.
+    return sorted(rows, key=lambda row: row.time or 0.0)
+
+
+def _objects(lines: Sequence[tuple[str, str]], kind: str, path: str | Path) -> list[TraceRow]:
+    """Returns the rows of a file of JSON's objects."""
     whole = lines[0][1].lstrip().startswith("[") and kind in ("auto", *_CONVERSATIONS)
     values = _array(path) if whole else ((where, parse_line(line, where)) for where, line in lines)
     rows: list[TraceRow] = []
@@ -86,10 +91,7 @@ def load_trace(path: str | Path, trace_format: TraceFormat = "auto") -> list[Tra
             rows += _turns(value, where, *_CONVERSATIONS[kind])
         else:
             rows.append(_mooncake(value, where) if kind == "mooncake" else _parse(value, where))
-    if not rows:
-        raise ConfigError(f"workload.trace_file: {str(path)!r} holds no request")
-    # Stable: equal times keep the file's order, and conversations, without times, theirs.
-    return sorted(rows, key=lambda row: row.time or 0.0)
+    return rows
 
 
 def _array(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -110,13 +112,14 @@ def _array(path: str | Path) -> Iterator[tuple[str, Any]]:
         line += text.count("\n", begin, place)
 
 
-def _csv_rows(lines: Sequence[tuple[str, str]], kind: str) -> list[TraceRow]:
-    time, *lengths = _COLUMNS[kind]
-    reader = csv.DictReader(line for _, line in lines)
-    if missing := {time, *lengths} - {*(reader.fieldnames or ())}:
+def _table(lines: Sequence[tuple[str, str]], kind: str) -> list[TraceRow]:
+    """Returns the rows of a CSV file, whose fields are without quotes."""
+    (time, *lengths), names = _COLUMNS[kind], lines[0][1].strip().split(",")
+    if missing := {time, *lengths} - {*names}:
         raise ConfigError(f"{lines[0][0]}: no column {min(missing)!r}, which trace_format={kind} has")
     rows = []
-    for (where, _), row in zip(lines[1:], reader, strict=True):
+    for where, line in lines[1:]:
+        row = dict(zip(names, line.strip().split(","), strict=False))
         try:
             when = row[time]
             at = (
@@ -125,7 +128,9 @@ def _csv_rows(lines: Sequence[tuple[str, str]], kind: str) -> list[TraceRow]:
                 else float(when)
             )
             prompt, output = (int(row[name]) for name in lengths)
-        except (TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ConfigError(f"{where}: no {error.args[0]}") from error
+        except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if min(prompt, output) < 1 or not math.isfinite(at):
             text = (

@@ -101,7 +101,8 @@ def test_conversations_are_turns_with_the_files_texts(trace, write: Any) -> None
     ("text", "form", "where", "words"),
     [
         (AZURE + "yesterday,3,4\n", "auto", 4, "Invalid isoformat string"),
-        (AZURE + "2023-11-16 18:15:46,3\n", "auto", 4, "int()"),
+        (AZURE + "2023-11-16 18:15:46,3\n", "auto", 4, "no GeneratedTokens"),
+        (AZURE + '2023-11-16 18:15:46,"3,4\n', "auto", 4, "invalid literal for int()"),
         (BURST + "7,GPT-4,9,0,9,API log\n", "auto", 4, "a request that failed is not replayed"),
         (BURST, "azure", 1, "no column 'ContextTokens', which trace_format=azure has"),
         (lines(MOONCAKE) + "{}\n", "auto", 4, "`timestamp` must be an integer of at least 0"),
@@ -136,7 +137,9 @@ def test_formats_and_times_must_fit_the_rest(trace) -> None:
         ThroughputWorkload(trace_file="x", trace_format="azur")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"concurrency excludes workload.request_rate and a trace's times"):
         ThroughputWorkload(None, trace_file=trace(AZURE), concurrency=2)
-    with pytest.raises(ConfigError, match="holds no request"):
-        load_trace(trace("[]"))
+    for text in ("[]", AZURE.split("\n")[0]):
+        with pytest.raises(ConfigError, match="holds no request"):
+            load_trace(trace(text))
+    assert len(load_trace(trace(json.dumps(CHAT * 5000)))) == 10_000  # one long line
     with pytest.raises(ConfigError, match="the model has no tokenizer"):
         plan_requests(ThroughputWorkload(None, trace_file=trace(lines(CHAT))), 50)
