@@ -216,7 +216,7 @@ def drive(
     params = [sampling(planned.output_len, index) for index, planned in enumerate(plan)]
     steps: list[StepRecord] = []
     outputs: dict[int, RequestOutput | str] = {}  # of a request that was not taken the reason
-    arrivals: dict[int, float] = {}
+    sent: dict[int, int] = {}  # nanoseconds after the start
     late: dict[int, str] = {}
     running: list[RequestOutput] = []
     watched: dict[int, RequestOutput] = {}  # whose end decides what is sent, or that may run out of time
@@ -231,7 +231,7 @@ def drive(
         watched.pop(place, None)
         while (later := due.after(place)) is not None and why is not None:
             outputs[later] = f"request {place}, which it continues, {why}"
-            arrivals[later], place = start + now / 1e9, later
+            sent[later], place = now, later
             on_progress(1)
         if later is not None:
             due.push(later, now)
@@ -243,7 +243,7 @@ def drive(
             if watched or due.heap:
                 now = agree(_ns(clock() - start))
             for place, output in list(watched.items()):
-                if limit and not output.finished and start + now / 1e9 >= arrivals[place] + limit:
+                if limit and not output.finished and now >= sent[place] + _ns(limit):
                     late[place] = f"no end within {limit:g} s (workload.timeout_s)"
                     backend.abort(output.request_id)
                 if output.finished or place in late:
@@ -252,12 +252,12 @@ def drive(
             while due.heap and due.heap[0][0] <= now:
                 ready.append(heapq.heappop(due.heap))
             for instant, place in ready:
-                asked, arrivals[place] = due.plan[place], start + instant / 1e9
+                asked, sent[place] = due.plan[place], instant
                 chosen = params[place] if place < len(params) else sampling(asked.output_len, place)
                 prompt = _prompt(asked, outputs, backend)
                 try:
                     output = backend.submit(
-                        prompt, chosen, arrival_time=arrivals[place], options=asked.options
+                        prompt, chosen, arrival_time=start + instant / 1e9, options=asked.options
                     )
                 except RequestError as error:
                     outputs[place] = str(error)
@@ -295,7 +295,7 @@ def drive(
         turn = 0 if follows is None else served[follows].turn + 1
         if isinstance(answer, str):
             planned = 0 if follows is not None else len(due.plan[place].prompt_token_ids)
-            times, options = RequestMetrics(arrivals[place]), due.plan[place].options
+            times, options = RequestMetrics(start + sent[place] / 1e9), due.plan[place].options
             record = RequestRecord(name, case, planned, 0, times, "error", options)
             served[place] = ServedRequest(record, None, 0, answer, turn=turn)
         else:

@@ -6,6 +6,7 @@ requests are the first ones of more.
 """
 
 import bisect
+import functools
 import itertools
 import math
 import statistics
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from moejax.bench.trace import TraceRow, load_trace
+from moejax.bench.trace import MOONCAKE_BLOCK, TraceFormat, TraceRow, load_trace
 from moejax.bench.workload import SampledWorkload, Sizes, load_prompts, prompt_ids
 from moejax.core.checked import Checked, Must, NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber
 from moejax.core.config import Batching
@@ -24,11 +25,12 @@ from moejax.core.files import content_hash
 from moejax.engine.requests.api import RequestOptions
 
 # Which of the seed's random streams draws what.
-_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES, _KINDS = range(6)
+_ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES, _BLOCKS, _KINDS = range(7)
 
 # Of users who go on until the time is over, so many requests have lengths of their own, which then repeat.
 _BLOCK = 1024
 # Fields that are no part of a workload's hash while they have their defaults.
+_NOT_HASHED = "iterations warmup compare slo trace_file prompts_file trace_format".split()
 _HASHED_IF_SET = "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s mix".split()
 
 
@@ -121,7 +123,9 @@ class ThroughputWorkload(SampledWorkload):
             once.
         burstiness: shape of the gamma-distributed gaps between arrivals, as in vLLM's benchmark: 1 is a
             Poisson process, less comes in bursts, more is steadier (the gaps' variance is mean²/burstiness).
-        trace_file: arrivals from a JSONL file instead (see `moejax.bench.trace.load_trace`).
+        trace_file, trace_format: arrivals, lengths and prompts from a file (see
+            `moejax.bench.trace.load_trace`). Conversations, which have no times, come at `request_rate` or
+            from users, and their later turns continue what was answered here.
         trace_speedup: the trace's clock runs this many times faster.
         prompt_len, output_len: tokens of each request, one number or a distribution. A trace's own lengths
             and prompts come first; those of `prompts_file` are taken in turn and at their own lengths.
@@ -150,6 +154,7 @@ class ThroughputWorkload(SampledWorkload):
     request_rate: Annotated[float, Must(lambda x: x > 0, "requests per second above 0, or inf")] = math.inf
     burstiness: PositiveNumber = 1.0
     trace_file: str | None = None
+    trace_format: TraceFormat = "auto"
     trace_speedup: PositiveNumber = 1.0
     prompt_len: LengthOrDistribution = field(default_factory=lambda: Lengths(16, 64))
     output_len: LengthOrDistribution = field(default_factory=lambda: Lengths(8, 128))
@@ -184,6 +189,8 @@ class ThroughputWorkload(SampledWorkload):
              " a trace has its own arrival times (workload.trace_speedup makes them denser)"),
             (closed and (self.timed or not at_once),
              "concurrency excludes workload.request_rate and a trace's times: its users send when answered"),
+            (self.trace_format != "auto" and self.trace_file is None,
+             "trace_format needs workload.trace_file"),
             (self.trace_speedup != 1.0 and not self.timed,
              "trace_speedup needs workload.trace_file, with times"),
             (self.shared_prefix_len and (self.trace_file or self.prompts_file),
@@ -205,7 +212,12 @@ class ThroughputWorkload(SampledWorkload):
     @property
     def timed(self) -> bool:
         """Whether a trace says when its requests came."""
-        return self.trace_file is not None and load_trace(self.trace_file)[0].time is not None
+        return bool(self.trace) and self.trace[0].time is not None
+
+    @property
+    def trace(self) -> list[TraceRow]:
+        """All rows of the trace; none without one."""
+        return [] if self.trace_file is None else load_trace(self.trace_file, self.trace_format)
 
     @property
     def users(self) -> list[int | None]:
@@ -228,11 +240,13 @@ class ThroughputWorkload(SampledWorkload):
         unset = [
             f.name for f in fields(self) if f.name in _HASHED_IF_SET and content[f.name] in (f.default, {})
         ]
-        for name in ("iterations", "warmup", "compare", "slo", "trace_file", "prompts_file", *unset):
+        for name in (*_NOT_HASHED, *unset):
             del content[name]
         # JSON has no infinity, and null must not stand for it here.
         content["request_rate"] = repr(float(self.request_rate))
-        content["trace"] = load_trace(self.trace_file) if self.trace_file else None
+        new = ("continues", "answer", "hash_ids")
+        rows = [{k: v for k, v in vars(row).items() if k not in new or v} for row in self.trace]
+        content["trace"] = rows or None
         content["prompts"] = load_prompts(self.prompts_file) if self.prompts_file else None
         return content_hash(content)[:16]
 
@@ -298,31 +312,40 @@ def plan_requests(
     Raises:
         ConfigError: a file cannot be read, or a prompt of it has no token or one outside the vocabulary.
     """
-    rows = load_trace(workload.trace_file)[: workload.num_requests] if workload.trace_file else []
-    rows = rows or _conversations(workload)
-    kinds = _kinds(workload, len(rows))
+    rows = workload.trace[: workload.num_requests] or _conversations(workload)
+    if rows[0].time is None:
+        starts = iter(_arrivals(workload, sum(not row.continues for row in rows)))
+        rows = [replace(row, time=None if row.continues else next(starts)) for row in rows]
+    origin = rows[0].time or 0.0
+    kinds = _kinds(workload, rows)
     prompts = _prompts(workload, rows, kinds, vocab_size, encode)
     outputs = _lengths(workload, kinds, "output_len", _OUTPUT_LENGTHS)
     plan: list[PlannedRequest] = []
     for place, (row, ids, output) in enumerate(zip(rows, prompts, outputs, strict=True)):
-        follows = place - 1 if place % workload.turns else None
+        follows = place - 1 if row.continues or place % workload.turns else None
         waits = follows is not None or workload.concurrency is not None
-        arrival = workload.think_s if waits else (row.time - rows[0].time) / workload.trace_speedup
+        arrival = workload.think_s if waits else ((row.time or 0.0) - origin) / workload.trace_speedup
         history = 0 if follows is None else plan[follows].total_len
+        if row.answer is not None and encode is not None:
+            output = max(1, len(encode(row.answer)))
         name = kinds[place]
         options = workload.mix[name].options(name) if name else RequestOptions()
         plan.append(PlannedRequest(arrival, ids, row.output_len or output, follows, history, options))
     return plan
 
 
-def _kinds(workload: ThroughputWorkload, count: int) -> list[str]:
-    """Returns the name of each request's kind; empty where there are none."""
+def _kinds(workload: ThroughputWorkload, rows: Sequence[TraceRow]) -> list[str]:
+    """Returns the name of each request's kind, of a conversation's the same; empty where there are none."""
     if not workload.mix:
-        return [""] * count
-    shares = np.array([kind.share for kind in workload.mix.values()])
+        return [""] * len(rows)
+    names, shares = list(workload.mix), np.array([kind.share for kind in workload.mix.values()])
     rng = np.random.default_rng([workload.seed, _KINDS])
-    drawn = rng.choice(len(shares), size=-(-count // workload.turns), p=shares / shares.sum())
-    return [list(workload.mix)[drawn[place // workload.turns]] for place in range(count)]
+    drawn = rng.choice(len(shares), size=len(rows), p=shares / shares.sum())
+    kinds: list[str] = []
+    for place, row in enumerate(rows):
+        follows = row.continues or place % workload.turns
+        kinds.append(kinds[-1] if follows else names[drawn[place]])
+    return kinds
 
 
 def _lengths(workload: ThroughputWorkload, kinds: Sequence[str], key: str, stream: int) -> list[int]:
@@ -384,6 +407,7 @@ def _prompts(
     lengths = _lengths(workload, kinds, "prompt_len", _PROMPT_LENGTHS)
     from_file = itertools.cycle(load_prompts(workload.prompts_file)) if workload.prompts_file else None
     prompts: list[list[int]] = []
+    block = functools.cache(lambda which: _random(workload, _BLOCKS, which, MOONCAKE_BLOCK, vocab_size))
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         before: list[int] = []
         if workload.branches is not None and index:
@@ -398,7 +422,9 @@ def _prompts(
             where = f"workload.prompts_file {workload.prompts_file!r}"
             own = prompt_ids(next(from_file), vocab_size, encode, where)
         else:
-            own = _random(workload, _PROMPTS, index, row.prompt_len or length, vocab_size)
+            before = [*before, *itertools.chain(*map(block, row.hash_ids))][: row.prompt_len]
+            own_len = (row.prompt_len or length) - (len(before) if row.hash_ids else 0)
+            own = _random(workload, _PROMPTS, index, own_len, vocab_size)
         prompts.append([*before, *own])
     return prompts
 

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from moejax.report.style import case_label, has_peers, mode_label, run_title, tail_key
 from moejax.results.machine import DOUBTS, is_share_of_roof
-from moejax.results.metric_names import column_head, unit_of
+from moejax.results.metric_names import LATENCIES, column_head, unit_of
 from moejax.results.metrics import objectives
 
 # rich takes 80 columns where there is no terminal, and would cut numbers off in a log.
 _LOG_WIDTH = 140
+_BARS, _MOST_HISTOGRAMS = " ▁▂▃▄▅▆▇█", 4
 _MUCH_PADDING = 0.5  # share of the computed tokens from which on the buckets' keys are named
 
 
@@ -238,6 +239,20 @@ def _beside_caption(result: Mapping[str, Any]) -> str:
     return text
 
 
+def histogram_lines(result: Mapping[str, Any], label: Callable[[Mapping[str, Any]], str]) -> list[str]:
+    """Returns a line for each latency of up to four cases: its ten bins as bars from the least to the most;
+    no line of more cases, which plots show better."""
+    found = list(zip(result["cases"], result.get("histograms") or (), strict=False))
+    lines = []
+    for case, bins in found if len(found) <= _MOST_HISTOGRAMS else ():
+        for name, one in bins.items():
+            top = max(one["counts"])
+            bars = "".join(_BARS[math.ceil(8 * count / top)] for count in one["counts"])
+            low, high = (number(one["edges_ms"][end]) for end in (0, -1))
+            lines.append(f"{LATENCIES[name]:<4} {low:>7} ▕{bars}▏ {high} ms  {label(case)}".rstrip())
+    return lines
+
+
 def throughput_table(result: Mapping[str, Any]) -> Table:
     """One line per batching mode, and below two of them the first one's figures over the second's; beside
     peers a line for each backend, with ratios."""
@@ -328,6 +343,7 @@ def print_latency(result: Mapping[str, Any], console: Console) -> None:
     """Prints `latency_table`, the peers, and in yellow the assignments that were dropped."""
     console.print(latency_table(result))
     _print_backends(result, console)
+    print_lines(console, histogram_lines(result, partial(case_label, separator=" ", named=has_peers(result))))
     if dropped := result["metrics"].get("dropped_assignments"):
         text = f"{dropped} expert assignments dropped for lack of capacity (recorded pass)"
         print_lines(console, [text], "yellow")
@@ -345,6 +361,7 @@ def print_throughput(result: Mapping[str, Any], console: Console) -> None:
     if (groups := groups_table(result)) is not None:
         console.print(groups)
     _print_backends(result, console)
+    print_lines(console, histogram_lines(result, partial(mode_label, result)))
     for case in result["cases"]:
         counts = (
             (case["failed"], "failed"), (case["aborted"], "aborted"), (case["failed_steps"], "failed steps")

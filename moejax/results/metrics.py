@@ -131,6 +131,17 @@ def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
     return samples
 
 
+def histograms(records: Iterable[RequestRecord], itl_known: bool = True) -> dict[str, dict[str, list[float]]]:
+    """Returns of TTFT, ITL (if its instants are known) and E2E ten bins of equal width from the least to the
+    most: `edges_ms` and `counts`; nothing of a latency without values."""
+    bins = {}
+    for name, values in latency_samples(records).items():
+        if values and (name in ("ttft", "e2el") or (name == "itl" and itl_known)):
+            counts, edges = np.histogram(values, 10)
+            bins[name] = {"edges_ms": edges.tolist(), "counts": counts.tolist()}
+    return bins
+
+
 def summarize(samples: Sequence[float], name: str) -> Metrics:
     """`{"mean_<name>_ms": …, "median_…", "std_…", "p90_…", "p95_…", "p99_…", "min_…", "max_…"}` of
     milliseconds, and their number `<name>_samples`.

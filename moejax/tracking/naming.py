@@ -117,11 +117,13 @@ def model_word(config: Mapping[str, Any]) -> str | None:
 
 
 def workload_words(config: Mapping[str, Any]) -> str | None:
-    """Such as "b1-8 p64 o32" of a latency workload, "rate 4 p64 o32" of a throughput one."""
+    """Such as "b1-8 p64 o32" of a latency workload, "rate 4 p64 o32" or "users 4 …" of a throughput one."""
     workload = _section(config, "workload")
     words = []
     if workload.get("trace_file"):
         words.append(f"trace {Path(str(workload['trace_file'])).stem}")
+    elif (users := _span(workload.get("concurrency"))) is not None:
+        words.append(f"users {users}")
     elif (rate := workload.get("request_rate")) is not None:
         words.append("all at once" if str(rate) in ("inf", "Infinity") else f"rate {_span(rate)}")
     for letter, key in (("b", "batch_size"), ("p", "prompt_len"), ("o", "output_len")):

@@ -19,6 +19,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import RequestError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
+from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.ledger import CompileLedger
@@ -76,6 +77,7 @@ class FakeLLM:
     tokenizer: Any = None
     model_dir: Any = None
     seed: int = 0
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
 
     def __post_init__(self) -> None:
         self.config = small_model(vocab_size=100)

@@ -195,7 +195,7 @@ def test_processes_send_the_same_turns_before_the_same_steps() -> None:
     decisions: list[int] = []
 
     def submitted(step_s: float, decide: Callable[[int], int]) -> list[tuple[int, list[int]]]:
-        clock, sent = VirtualClock(), []
+        clock, sent = VirtualClock(1e4 * step_s), []
         llm = FakeLLM(EngineConfig(max_num_seqs=2), clock=clock, advance=clock.advance, step_s=step_s)
         submit = llm.submit
         llm.submit = lambda prompt, *rest, **more: (  # type: ignore[method-assign]

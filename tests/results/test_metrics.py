@@ -7,6 +7,7 @@ import pytest
 
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
+from moejax.report.tables import histogram_lines
 from moejax.results.metric_names import STATISTICS, least_samples
 from moejax.results.metrics import (
     LATENCIES,
@@ -14,6 +15,7 @@ from moejax.results.metrics import (
     Slo,
     case_row,
     compute_metrics,
+    histograms,
     record_row,
     summarize,
 )
@@ -123,3 +125,15 @@ def test_record_of_an_output_counts_generated_tokens():
 def test_row_of_an_aborted_request_is_null_where_undefined():
     row = record_row(record(0.0, [], reason="abort"))
     assert row["ttft_ms"] is None and row["e2el_ms"] is None and row["itl_ms"] == []
+
+
+def test_histograms_hold_every_value_between_the_least_and_the_most() -> None:
+    records = [record(0.0, [first, first + 0.1, first + 0.3]) for first in (0.1, 0.2, 1.1)]
+    bins = histograms(records)
+    assert list(bins) == ["ttft", "itl", "e2el"] and list(histograms(records, False)) == ["ttft", "e2el"]
+    assert bins["ttft"]["counts"] == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1] and sum(bins["itl"]["counts"]) == 6
+    assert bins["ttft"]["edges_ms"] == pytest.approx(list(range(100, 1200, 100)))
+    assert histograms([]) == {}
+    (line, *_) = histogram_lines({"cases": [{}], "histograms": [bins]}, lambda case: "one")
+    assert line == "TTFT   100.0 ▕██       █▏ 1,100 ms  one"
+    assert histogram_lines({"cases": [{}] * 5, "histograms": [bins] * 5}, lambda case: "one") == []

@@ -14,7 +14,7 @@ from moejax.bench.latency.rows import case_rows
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.hardware import Hardware, together
 from moejax.engine.llm import LLM
-from moejax.results.metrics import compute_metrics, flat_metrics
+from moejax.results.metrics import compute_metrics, flat_metrics, histograms
 from moejax.results.result import Result, request_rows
 from moejax.routing.capture import CAPTURE_FILE
 
@@ -82,6 +82,7 @@ def _build(
     return run.result(
         metrics=metrics,
         cases=rows,
+        histograms=[histograms(item.records, item.backend.itl_known) for item in data],
         engine=llm,
         hardware=hardware,
         backends=[{**backend.describe(), **backend.memory()} for backend in backends],

@@ -16,6 +16,7 @@ from moejax.bench.throughput.rows import iteration_rates, metrics_of_all, mode_r
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.resolve import as_dict
 from moejax.engine.llm import LLM
+from moejax.results.metrics import histograms
 from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.routing.capture import CAPTURE_FILE
@@ -98,6 +99,10 @@ def _build(run: ExperimentRun, modes: Sequence[Mode], workload: ThroughputWorklo
         hardware=run.hardware,
         backends=[{**b.describe(), **b.memory()} for b in reversed(distinct.values())],
         slo=dataclasses.asdict(workload.slo),
+        histograms=[
+            histograms((one.record for run in m.runs for one in run.measured), m.backend.itl_known)
+            for m in modes
+        ],
         iterations=[
             {"case": case, **_names(mode), "iteration": iteration, **rates}
             for case, mode in enumerate(modes)
