@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
+    from moejax.core.scheduling import SchedulingConfig, SloClass, Tenant
     from moejax.engine.llm import LLM
-    from moejax.engine.requests.api import Checkpoint, RequestOutput, SamplingParams
+    from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 
 _HOMES = {
     "LLM": "moejax.engine.llm",
     "SamplingParams": "moejax.engine.requests.api",
     "RequestOutput": "moejax.engine.requests.api",
+    "RequestOptions": "moejax.engine.requests.api",
     "Checkpoint": "moejax.engine.requests.api",
     "load_pretrained": "moejax.checkpoint.hf",
     "save_pretrained": "moejax.checkpoint.hf",
@@ -25,6 +27,9 @@ _HOMES = {
     "PrefixCacheConfig": "moejax.core.config",
     "ParallelConfig": "moejax.core.parallel",
     "QuantConfig": "moejax.core.quant",
+    "SchedulingConfig": "moejax.core.scheduling",
+    "SloClass": "moejax.core.scheduling",
+    "Tenant": "moejax.core.scheduling",
 }
 
 __all__ = [
@@ -36,8 +41,12 @@ __all__ = [
     "ParallelConfig",
     "PrefixCacheConfig",
     "QuantConfig",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingConfig",
+    "SloClass",
+    "Tenant",
     "__version__",
     "load_pretrained",
     "save_pretrained",

@@ -1,6 +1,7 @@
 """An experiment's command line: Hydra's flags, its overrides, and what Hydra's grammar does not have.
 
 - words: `python -m experiments.compare A B` is `runs=["A","B"]`
+- named sections: `workload.mix.chat.share=2` adds a section "chat", which Hydra wants written as a whole
 - variants: `ab.variants.fast=[engine.overlap=true]`, whose items hold an `=`, gets them quoted
 - shell completion for `python -m experiments.NAME`; Hydra's own knows only `python script.py`
 """
@@ -20,6 +21,10 @@ from moejax.core.errors import ConfigError, did_you_mean
 _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p")
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
 _VARIANT = re.compile(r"(?:\+{1,2})?(ab\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
+_NAMED = re.compile(
+    r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix)\.(\w+)\.([\w.]+)=(.*)",
+    re.DOTALL,
+)
 
 
 def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
@@ -43,6 +48,11 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
         elif match := _VARIANT.fullmatch(argument):
             adds = "++" if match[2] == "variants" else ""  # a misspelt section is Hydra's to explain
             rest.append(f"{adds}{match[1]}={_quoted_list(items(match[3]))}")
+        elif match := _NAMED.fullmatch(argument):
+            section, name, keys, value = match.groups()
+            for key in reversed([name, *keys.split(".")]):
+                value = f"{{{key}:{value}}}"
+            rest.append(f"+{section}={value}")
         else:
             (flags if flagged else rest).append(argument)
         before = argument

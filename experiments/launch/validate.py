@@ -252,7 +252,7 @@ class _Checks:
 
 def _misfit(key: str, value: Any, words: str | None, error: BaseException) -> str:
     """Returns the line for a value of the wrong type; `words` say what the key takes, if that is known."""
-    if words is None:
+    if words is None or (words == "a section" and isinstance(value, dict)):
         return f"{key}: {first_line(error)}"
     if words == "a list" and value is not None:
         return f"{key} must be a list: {key}=[{value}]"

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from moejax.core.scheduling import SchedulingConfig, Tenant
+from moejax.core.scheduling import SchedulingConfig, SloClass, Tenant
 from moejax.results.metrics import Metrics, RequestRecord, latency_samples, summarize
 
 Span = tuple[float, float]
@@ -25,10 +25,18 @@ def attained(record: RequestRecord, scheduling: SchedulingConfig) -> bool:
     return all(limit is None or seconds * 1e3 <= limit for limit, seconds in pairs)
 
 
+def attainment(records: Sequence[RequestRecord], scheduling: SchedulingConfig) -> float | None:
+    """Returns the share of requests that kept to what was asked; None where nothing is."""
+    asked = [record.options for record in records]
+    named = [scheduling.slo_classes.get(options.slo_class or "", SloClass()) for options in asked]
+    if all(slo == SloClass() for slo in named) and all(options.deadline_ms is None for options in asked):
+        return None
+    return sum(attained(record, scheduling) for record in records) / len(records)
+
+
 def service_metrics(records: Sequence[RequestRecord], scheduling: SchedulingConfig) -> Metrics:
     """Returns what is known of requests of several classes or tenants; see the glossary."""
-    kept = sum(attained(record, scheduling) for record in records)
-    metrics: Metrics = {"slo_attainment": kept / len(records) if records else None}
+    metrics: Metrics = {"slo_attainment": attainment(records, scheduling)}
     spans = backlogs(records)
     if len(spans) < 2:
         return metrics
@@ -70,7 +78,7 @@ def group_rows(records: Sequence[RequestRecord], scheduling: SchedulingConfig) -
                 {
                     "group": f"{kind} {name}",
                     "requests": len(members),
-                    "slo_attainment": sum(attained(m, scheduling) for m in members) / len(members),
+                    "slo_attainment": attainment(members, scheduling),
                     **{name: latencies[name] for name in wanted},
                     "total_output_tokens": sum(member.output_len for member in members),
                 }

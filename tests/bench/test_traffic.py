@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from moejax.bench.trace import TraceRow, load_trace
 from moejax.bench.traffic import (
     Lengths,
+    RequestKind,
     ThroughputWorkload,
     ideal_hit_rate,
     next_request,
     plan_requests,
 )
 from moejax.core.errors import ConfigError, RequestError
+from moejax.engine.requests.api import RequestOptions
 
 VOCAB = 1000
 
@@ -389,3 +391,21 @@ def test_requests_of_users_and_of_a_rate_that_only_the_clock_ends():
     assert again.follows == 1024 + 6 and again.output_len == plan[7].output_len
     assert sorted(again.prompt_token_ids) == sorted(plan[7].prompt_token_ids)
     assert again.prompt_token_ids != plan[7].prompt_token_ids
+
+
+def test_a_mix_of_kinds():
+    """Shares, lengths and options are each kind's own, and a conversation's turns are of one kind."""
+    kinds = {
+        "short": RequestKind(share=3, prompt_len=4, slo_class="interactive", deadline_ms=9.0),
+        "long": RequestKind(output_len=99, priority=2, tenant="t"),
+    }
+    mixed = ThroughputWorkload(num_requests=2_000, mix=kinds, turns=2, prompt_len=7, output_len=5)
+    plan = plan_requests(mixed, VOCAB)
+    asked = {name: [each for each in plan if each.options == kinds[name].options(name)] for name in kinds}
+    assert sum(map(len, asked.values())) == 2_000 and abs(len(asked["short"]) - 1_500) < 150
+    assert asked["short"][0].options == RequestOptions(0, 9.0, "short", "interactive")
+    assert {each.options.tenant for each in asked["long"]} == {"t"}
+    assert {(len(each.prompt_token_ids), each.output_len) for each in asked["short"]} == {(4, 5)}
+    assert {(len(each.prompt_token_ids), each.output_len) for each in asked["long"]} == {(7, 99)}
+    assert all(plan[each.follows].options == each.options for each in plan if each.follows is not None)
+    assert short(mix=kinds).hash != short().hash == short(mix={}).hash

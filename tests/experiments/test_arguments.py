@@ -145,3 +145,16 @@ def test_variants_run_in_turns_on_the_shipped_model(capsys):
     assert all(row["equal_requests"] == 1.0 for row in result["cases"])
     assert {row["samples"][0] for row in result["verdicts"]} == {8}
     assert result["metrics"]["recompiles_after_warmup"] == 0
+
+
+@pytest.mark.parametrize(
+    "argument, wanted",
+    [
+        ("workload.mix.chat.share=2", "+workload.mix={chat:{share:2}}"),
+        ("+workload.mix.chat.prompt_len.low=2", "+workload.mix={chat:{prompt_len:{low:2}}}"),
+        ("engine.scheduling.tenants.a.max_seqs=1", "+engine.scheduling.tenants={a:{max_seqs:1}}"),
+        ("engine.scheduling.ageing_s=1", "engine.scheduling.ageing_s=1"),
+    ],
+)
+def test_a_named_section_is_added_as_a_whole(argument: str, wanted: str) -> None:
+    assert translate([argument]) == [wanted]

@@ -13,6 +13,7 @@ import pytest
 from moejax.bench.driver import drive
 from moejax.bench.traffic import PlannedRequest
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from moejax.sharding.distributed import LaunchEnvironment, agree, broadcast, process_count, read_environment
 from tests.examples import slow_but
@@ -122,6 +123,7 @@ class Recorder:
     on_step: Callable[..., None] | None = None
     submitted: list[tuple[int, int]] = field(default_factory=list)
     live: list[tuple[int, RequestOutput]] = field(default_factory=list)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
 
     def clock(self) -> float:
         return self.now

@@ -9,7 +9,7 @@ from moejax.bench.backends.moejax import MoejaxBackend, check_length
 from moejax.bench.backends.registry import encoder
 from moejax.bench.driver import ServedRequest, TrafficRun
 from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, unknown
 from moejax.routing.capture import RoutingCapture
 
 
@@ -86,6 +86,10 @@ def plan_traffic(backends: Sequence[Backend], workload: ThroughputWorkload) -> l
     plan = plan_requests(workload, vocab_size, encode=encoder(backends))
     longest = max(plan, key=lambda asked: asked.total_len)
     for backend in backends:
+        known = backend.scheduling.slo_classes
+        for name, kind in workload.mix.items():
+            if kind.slo_class is not None and kind.slo_class not in known:
+                raise ConfigError(f"workload.mix.{name}: {unknown('slo_class', kind.slo_class, known)}")
         backend.check(workload.sampling(longest.output_len))
         check_length(backend, "the longest request", longest.prompt_len, longest.output_len)
     return plan

@@ -20,6 +20,7 @@ EQUIVALENTS = {
     "enable_eplb": "LLM.track_load() and LLM.rebalance()",
     "enable_chunked_prefill": "nothing: long prompts are always cut into chunks",
     "enable_prefix_caching": "engine=EngineConfig(prefix_cache=PrefixCacheConfig(enabled=True))",
+    "scheduling_policy": 'engine=EngineConfig(policy="priority"); priorities are in RequestOptions',
     "enforce_eager": "nothing: every step is compiled, see LLM.warmup",
     "trust_remote_code": "nothing: no code of a checkpoint is run",
     "tokenizer": "nothing: it is the model directory's tokenizer.json",
