@@ -221,7 +221,13 @@ def test_what_cannot_be_resumed(engine: LLM, kept: Checkpoint) -> None:
     finish(engine)
 
 
-def test_only_where_a_request_is_alone(kept: Checkpoint) -> None:
+def test_only_where_a_request_is_alone(
+    kept: Checkpoint, engine: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.builder, "replay", object())
+    for call in (lambda: engine.resume(kept), lambda: engine.interrupt("0")):
+        with pytest.raises(RequestError, match=r"depend on a replayed trace$"):
+            call()
     with LLM(
         small_config(),
         load_format="dummy",
