@@ -50,7 +50,7 @@ run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantizati
 # XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-FAST := not slow and not gpu and not oracle
+FAST := not slow and not gpu and not gate and not oracle
 files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
 define both_lanes
 @export MOEJAX_TEST_CACHE=$$(mktemp -d); trap 'rm -rf "$$MOEJAX_TEST_CACHE"' EXIT; \
@@ -95,7 +95,7 @@ static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of mod
 
 gate: $(VENV)/.dev gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100, kernels beside them
 	$(GATE) 'program.rows=[1]'
-	$(BIN)/python -m pytest -m "not slow" $$(grep -rl needs_gpu_compiler tests)
+	$(BIN)/python -m pytest -m "gate and not slow" $$(grep -rl needs_gpu_compiler tests)
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never
