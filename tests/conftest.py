@@ -156,9 +156,12 @@ def forget_above(most: int) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """After a file few are used again."""
+    """After a file few are used again. What else is left of it no later search for circles visits: with all
+    files' objects, each `gc.collect()` of a measurement takes a second, and the five at the end of a process."""
     yield
     forget_above(MANY_MAPS)
+    gc.collect(1)
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

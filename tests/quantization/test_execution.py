@@ -34,6 +34,17 @@ FORMATS = (
 GROUP_INDEX = dataclasses.replace(parse_format("int4_g32"), indexed=True)
 
 
+# Whole functions compiled once, in place of each of their operations.
+_rounded = jax.jit(round_to_nearest, static_argnums=1)
+_values = jax.jit(dequantize)
+
+
+@jax.jit
+def _rounded_inputs(x: jax.Array, q: QTensor) -> jax.Array:
+    codes, scale = quantize_activations(x, q.format, q.input_scale)
+    return codes.astype(jnp.float32) * scale
+
+
 def format_of(name: str) -> WeightFormat:
     return GROUP_INDEX if name == "indexed" else parse_format(name)
 
@@ -41,7 +52,7 @@ def format_of(name: str) -> WeightFormat:
 def quantized(w: jax.Array, fmt: WeightFormat, input_scale: float = 0.03) -> QTensor:
     """Rounded to nearest, with static scales that saturate a little and differ from expert to expert, and
     groups that do not go by place where the format has an index."""
-    q = round_to_nearest(w, fmt)
+    q = _rounded(w, fmt)
     if fmt.activations == "static":
         lead = q.input_scale.shape
         steps = 1.0 + jnp.arange(np.prod(lead), dtype=jnp.float32).reshape(lead) / 7
@@ -60,11 +71,9 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 
 def twin(x: jax.Array, q: QTensor) -> np.ndarray:
     """The product in float64, of the very numbers that are multiplied."""
-    fmt = q.format
-    if fmt.activations != "none":
-        codes, scale = quantize_activations(x, fmt, q.input_scale)
-        x = codes.astype(jnp.float32) * scale
-    return np.asarray(x, np.float64) @ np.asarray(dequantize(q), np.float64)
+    if q.format.activations != "none":
+        x = _rounded_inputs(x, q)
+    return np.asarray(x, np.float64) @ np.asarray(_values(q), np.float64)
 
 
 class TestMatmul:
@@ -165,7 +174,7 @@ def experts_of(
     tensors = {name: quantized(values[name], fmt) for name, fmt in chosen.items()}
     if floats:
         for name, q in tensors.items():
-            getattr(experts, name).set_value(dequantize(q))
+            getattr(experts, name).set_value(_values(q))
         return experts
     for name, weight in replace_weights(experts, chosen).items():
         weight.set(tensors[name])
