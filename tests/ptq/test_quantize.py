@@ -87,6 +87,7 @@ def test_rtn_is_round_to_nearest_of_each_weight(layout):
     assert [stage.name for stage in report.stages] == ["weights"]
 
 
+@pytest.mark.slow
 def test_the_layout_of_experts_does_not_matter():
     models = [quantized("qwen2_moe", "gptq", "int4_g8", layout=layout)[0] for layout in ("edf", "efd")]
     for (name, a), (_, b) in zip(*(quantized_weights(model) for model in models), strict=True):

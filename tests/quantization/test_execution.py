@@ -21,7 +21,7 @@ from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from moejax.quantization.kernel_formats import why_no_kernel
 from moejax.quantization.rtn import round_to_nearest
-from tests.examples import slow_but
+from tests.examples import in_turns, slow_but
 from tests.model_shapes import experts_only
 from tests.numerics import UNIT_ROUNDOFF, assert_close, tolerance
 
@@ -88,9 +88,13 @@ class TestMatmul:
             assert y.shape == (2, 3, F) and y.dtype == x.dtype
             assert_close(y, expected, tolerance(D))
 
-    @pytest.mark.parametrize("rows", [1, 3])
     @pytest.mark.parametrize(
-        "name", ["int8_asym", "int8_tensor", "int4_g32", "fp8_block128", "w8a8_static", "nvfp4", "indexed"]
+        ("name", "rows"),
+        in_turns(
+            [(n,) for n in ("int8_asym", "int8_tensor", "int4_g32", "fp8_block128")]
+            + [(n,) for n in ("w8a8_static", "nvfp4", "indexed")],
+            [1, 3],
+        ),
     )
     def test_pieces_of_the_outputs_are_the_whole(
         self, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +300,7 @@ class TestExperts:
         found = run(experts_of(formats, "pallas_triton", layout), x, chosen, ["pallas_triton"])
         assert_twin(found["pallas_triton"], expected, formats)
 
+    @pytest.mark.slow
     def test_the_dequantized_weights_give_the_same(self) -> None:
         formats, x, chosen = ("int4_g32",) * 3, draw(9, D, seed=5), routing(9)
         floats = run(experts_of(formats, floats=True), x, chosen, EXECUTIONS)
