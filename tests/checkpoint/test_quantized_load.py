@@ -77,8 +77,11 @@ def test_every_convention_loads_exactly(make, name):
 @pytest.mark.parametrize(
     ("model", "name"),
     slow_but(
-        [("mixtral", "gptq-act-order"), ("mixtral", "ct-int4-asym"), ("qwen2_moe", "awq")]
-        + [("qwen2_moe", "fp8-blocks"), ("olmoe", "ct-w8a8"), ("olmoe", "awq"), ("tied", "ct-int4-asym")],
+        [
+            *(("mixtral", name) for name in ("gptq-act-order", "ct-int4-asym")),
+            *(("qwen2_moe", name) for name in ("awq", "fp8-blocks")),
+            *(("olmoe", "ct-w8a8"), ("tied", "awq")),
+        ],
         [
             (model, name)
             for model in ("mixtral", "qwen2_moe", "olmoe", "tied")
