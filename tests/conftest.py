@@ -133,10 +133,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# The three that compute most.
+# The four that compute most: the library, an experiment and routing stay.
 SLOW_NOTEBOOKS = (
     "03_latency_throughput_tradeoffs.ipynb",
     "04_quantization_pareto.ipynb",
+    "05_roofline_and_kernels.ipynb",
     "06_comparing_runs.ipynb",
 )
 
