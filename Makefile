@@ -64,10 +64,10 @@ $(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 notebooks tests; quick=$$?; \
 $(PYTEST) -m "$(1)" --as-shipped $(call files_with,optimized); shipped=$$?; exit $$((quick || shipped))
 endef
 
-test: $(VENV)/.dev ## Fast tests and the notebooks (no GPU, no network, no torch)
+test: $(VENV)/.dev ## Fast tests and two notebooks (no GPU, no network, no torch)
 	$(call both_lanes,$(FAST))
 
-test-slow: $(VENV)/.dev ## The long tests too
+test-slow: $(VENV)/.dev ## The long tests and all notebooks too
 	$(call both_lanes,not gpu and not oracle)
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU); SLOW=1: all parts of all cases

@@ -84,7 +84,7 @@ def computed_whole() -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     "options",
     slow_but(
-        [{"place": "device"}, {"place": "host", "match": "blocks", "policy": "slru"}],
+        [{"place": "device"}],
         [
             {"place": place, "match": match, "policy": policy}
             for place in ("host", "device")
