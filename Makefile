@@ -45,12 +45,18 @@ run: $(VENV)/.base ## Measure the shipped model: latency, throughput, quantizati
 	$(BIN)/python -m experiments.throughput experiment=quick_throughput
 	$(BIN)/python -m experiments.quantization experiment=quick_quantization
 
+# A shell that keeps Python from writing bytecode has each of the suite's many processes compile all that it imports
+# anew, which is half of what most of them do: it is written then, but in the environment's folder alone.
+ifdef PYTHONDONTWRITEBYTECODE
+BYTECODE = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
+endif
+
 # Workers take whole files, which share engines and programs, the notebooks first: a long file at the end would leave
 # the other worker idle. The second call runs what is marked `optimized`, with
 # XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-FAST := not slow and not gpu and not oracle
+PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+FAST := not slow and not gpu and not gate and not oracle
 files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
 define both_lanes
 @export MOEJAX_TEST_CACHE=$$(mktemp -d); trap 'rm -rf "$$MOEJAX_TEST_CACHE"' EXIT; \
@@ -58,10 +64,10 @@ $(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 notebooks tests; quick=$$?; \
 $(PYTEST) -m "$(1)" --as-shipped $(call files_with,optimized); shipped=$$?; exit $$((quick || shipped))
 endef
 
-test: $(VENV)/.dev ## Fast tests and the notebooks (no GPU, no network, no torch)
+test: $(VENV)/.dev ## Fast tests and two notebooks (no GPU, no network, no torch)
 	$(call both_lanes,$(FAST))
 
-test-slow: $(VENV)/.dev ## The long tests too
+test-slow: $(VENV)/.dev ## The long tests and all notebooks too
 	$(call both_lanes,not gpu and not oracle)
 
 test-oracle: $(VENV)/.oracle ## Compare with Hugging Face transformers (installs torch, CPU); SLOW=1: all parts of all cases
@@ -86,7 +92,7 @@ gpu-compiler: $(VENV)/.base ## XLA's GPU compiler, for kernels and programs on m
 	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(GPU_COMPILER) \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12==12.9.86
 
-GATE = $(BIN)/python -m experiments.program experiment=program_gate
+GATE = $(BYTECODE) $(BIN)/python -m experiments.program experiment=program_gate
 static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of models for A100 and H100, without a GPU: the gates
 	$(BIN)/python -m experiments.kernels mode=static
 	$(GATE) -m model=qwen3_30b_a3b,mixtral_8x7b,olmoe_1b_7b,deepseek_v2_lite target=a100,h100
@@ -95,7 +101,7 @@ static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of mod
 
 gate: $(VENV)/.dev gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100, kernels beside them
 	$(GATE) 'program.rows=[1]'
-	$(BIN)/python -m pytest -m "not slow" $$(grep -rl needs_gpu_compiler tests)
+	$(BYTECODE) $(BIN)/python -m pytest -m "gate and not slow" $$(grep -rl needs_gpu_compiler tests)
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never

@@ -1,5 +1,8 @@
 """Tests that need XLA's GPU compiler (`make gpu-compiler`, 570 MB): `make gate` runs them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from moejax.bench.program.compiler import plugin_folder
@@ -14,4 +17,10 @@ def _why_not() -> str | None:
     return None
 
 
-needs_gpu_compiler = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
+WHY_NOT = _why_not()
+
+
+def needs_gpu_compiler(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a test of `make gate`, which is skipped where there is no such compiler."""
+    marked: Callable[..., Any] = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(test)
+    return pytest.mark.gate(marked)

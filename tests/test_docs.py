@@ -29,7 +29,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line in a fenced block that starts an experiment."""
+    """(page, command) of every line in a fenced block that starts an experiment; a command's first page."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
@@ -39,7 +39,8 @@ def commands() -> list[tuple[str, str]]:
                 for line in lines
                 if re.match(r"\s*(\.venv/bin/)?python -m experiments\.", line)
             ]
-    return found
+    first = {command: page for page, command in reversed(found)}
+    return [(page, command) for command, page in first.items()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

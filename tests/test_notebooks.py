@@ -1,6 +1,6 @@
 """Every notebook is committed without outputs, and its cells only call the library.
 
-`make test` executes them too, each in a kernel of its own: `pytest --nbmake notebooks`.
+`make test-slow` executes them too, each in a kernel of its own: `pytest --nbmake notebooks`.
 """
 
 import ast

@@ -24,6 +24,7 @@ from tests.checkpoint.meshes import FAMILIES
 from tests.checkpoint.packing import CONVENTIONS, WIDE, Convention, quantize_directory
 from tests.checkpoint.quantized_models import assert_same_values, quantized_model, same_weights
 from tests.decoding import forward, random_model
+from tests.examples import slow_but
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -73,8 +74,21 @@ def test_every_convention_loads_exactly(make, name):
     check(make, "qwen3_moe", CONVENTIONS[name])
 
 
-@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "ct-int4-asym", "ct-w8a8", "fp8-blocks"])
-@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe", "olmoe", "tied"])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    slow_but(
+        [
+            *(("mixtral", name) for name in ("gptq-act-order", "ct-int4-asym")),
+            *(("qwen2_moe", name) for name in ("awq", "fp8-blocks")),
+            *(("olmoe", "ct-w8a8"), ("tied", "awq")),
+        ],
+        [
+            (model, name)
+            for model in ("mixtral", "qwen2_moe", "olmoe", "tied")
+            for name in ("gptq-act-order", "awq", "ct-int4-asym", "ct-w8a8", "fp8-blocks")
+        ],
+    ),
+)
 def test_every_family_loads_exactly(make, model, name):
     check(make, model, CONVENTIONS[name])
 

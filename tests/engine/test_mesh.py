@@ -96,11 +96,11 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
     [
         pytest.param("tp8", "olmoe", False, marks=pytest.mark.slow),
         pytest.param("ep8", "qwen3_moe", False, marks=pytest.mark.slow),
-        ("ep4_tp2", "qwen2_moe", False),
+        pytest.param("ep4_tp2", "qwen2_moe", False, marks=pytest.mark.slow),
         ("dp_attention_ep4_tp2", "deepseek_v3", False),
         pytest.param("tp8", "minimax_m2", False, marks=pytest.mark.slow),
         pytest.param("ep4_tp2", "hunyuan_v1_moe", False, marks=pytest.mark.slow),
-        ("tp8", "gemma3_text", False),
+        pytest.param("tp8", "gemma3_text", False, marks=pytest.mark.slow),
         pytest.param("dp_attention_ep4_tp2", "llama", False, marks=pytest.mark.slow),
         pytest.param("ep4_tp2", "granitemoe", False, marks=pytest.mark.slow),
         ("dp2_ep2_tp2", "gpt_oss", False),

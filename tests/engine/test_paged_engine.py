@@ -94,7 +94,7 @@ NARROW: dict[str, EngineConfig] = {
         token_buckets=[64],
     ),
 }
-SLOW = ("static_whole_prompts", "one_sequence")
+SLOW = ("static_whole_prompts", "one_sequence", "one_token_a_step", "room_for_one")
 PREEMPTS = ("preempting", "preempting_plain_loop", "room_for_one", "one_block_per_token")
 
 

@@ -40,9 +40,7 @@ LENGTHS = (3, 11, 16, 1, 22, 8)
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("windowed", "latent", "local_rope", "linear")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("latent", "local_rope", "linear") else pytest.param(name, marks=pytest.mark.slow)
         for name in CONFIGS
     ],
 )

@@ -263,6 +263,7 @@ def test_scales_of_hidden_rows_are_found_together(product: str, model: Any) -> N
     agree_but_for_ties(outcome(llm, 4), single)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_moving_experts_moves_their_codes(model: Any) -> None:
     """Tokens do not change when quantized experts and their replicas move, and nothing is compiled again."""

@@ -72,9 +72,20 @@ def replaying(bare_llm: LLM, recorded: Any) -> Callable[[str], LLM]:
 # -- the same experts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.optimized
+PREEMPTING = pytest.param("preempting", marks=pytest.mark.slow)
+
+
+def as_shipped(name: str, *marks: Any) -> Any:
+    return pytest.param(name, marks=[pytest.mark.optimized, *marks], id=f"{name}_as_shipped")
+
+
+# Of these only "chunked" runs the steps that recorded, whose bits must be seen as it ships.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "preempting" else []) for name in CONFIGS]
+    "name",
+    [
+        *("chunked_plain_loop", "static", PREEMPTING, as_shipped("chunked")),
+        *(as_shipped(name, pytest.mark.slow) for name in ("static", "preempting")),
+    ],
 )
 def test_the_recorded_rows_run_again(name: str, replaying: Any, recorded: Any) -> None:
     trace, came_out = recorded
@@ -176,8 +187,10 @@ def test_threads_are_given_different_recordings(monkeypatch: pytest.MonkeyPatch)
     assert sorted(given) == list(range(8))
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("name", ["chunked", pytest.param("preempting", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["chunked", PREEMPTING, *(as_shipped(name, pytest.mark.slow) for name in ("chunked", "preempting"))],
+)
 def test_samples_replay_their_own_and_a_recomputed_one_its_roots_prompt(
     name: str, recording: LLM, replaying: Any
 ) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,16 @@ def test_other_code_is_told_and_recorded(capsys: pytest.CaptureFixture[str]) -> 
     assert [row["commit"] == "0123456789abcdef" for row in read_sweep("here").jobs] == [False, True, False]
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished sweep."""
+    folder = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert Sweeper()("-m", "seed=1", "hydra.sweep.dir=here") == 0
+    return folder / "here"
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -288,17 +299,15 @@ def test_other_code_is_told_and_recorded(capsys: pytest.CaptureFixture[str]) -> 
         (["-m", "seed=1", "hydra.sweep.dir=broken"], "'broken' holds a sweep already"),
     ],
 )
-def test_mistakes(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(argv: list[str], text: str, swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = Sweeper()
-    sweep("-m", "seed=1", "hydra.sweep.dir=here")
+    shutil.copytree(swept, "here")
     record = read_sweep("here")
     write_sweep(Path("other"), dataclasses.replace(record, experiment="throughput"))
     write_sweep(Path("alive"), dataclasses.replace(record, state="running", pid=os.getpid()))
     write_sweep(Path("away"), dataclasses.replace(record, state="running", host="elsewhere"))
     Path("broken").mkdir()
     Path("broken/sweep.json").write_text("{")
-    capsys.readouterr()
-    sweep.take()
     assert sweep(*argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and text in err, err

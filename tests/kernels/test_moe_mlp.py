@@ -61,9 +61,9 @@ class TestMoeMlp:
         "T,k,E,block_m,dtype",
         [
             (1, 2, 8, None, "bfloat16"),
-            (9, 8, 16, None, "float16"),
+            pytest.param(9, 8, 16, None, "float16", marks=pytest.mark.slow),
             (40, 2, 4, 32, "float32"),
-            (70, 2, 3, None, "bfloat16"),
+            pytest.param(70, 2, 3, None, "bfloat16", marks=pytest.mark.slow),
         ],
     )
     def test_dense(self, rng, T, k, E, block_m, dtype):

@@ -19,6 +19,7 @@ from pallas_kernels.quantized_grouped_matmul.pallas_triton import Config
 from pallas_kernels.quantized_grouped_swiglu import OP as SWIGLU_OP
 from pallas_kernels.quantized_grouped_swiglu import quantized_grouped_swiglu
 from pallas_kernels.tuned import configure
+from tests.examples import slow_but
 from tests.kernels.contract import Contract, limit_for, normal
 from tests.kernels.test_qformats import FORMATS, draw, other_way
 
@@ -54,6 +55,10 @@ class GroupedContract(Contract):
         return jnp.where(made[:, None], out, jnp.asarray(0, out.dtype))
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 class QuantizedGroupedMatmulContract(GroupedContract):
     op, api = OP, staticmethod(quantized_grouped_matmul)
     config = SMALL
@@ -63,7 +68,7 @@ class QuantizedGroupedMatmulContract(GroupedContract):
         x = normal(rng, (len(experts), D), dtype)
         return {"x": x, "w": weight(rng, (E, D, F), fmt), **table(experts, E)}
 
-    @pytest.mark.parametrize("fmt", MOST_FORMATS, ids=[f.name for f in MOST_FORMATS])
+    @pytest.mark.parametrize("fmt", slow_but(MOST_FORMATS[::2], MOST_FORMATS), ids=lambda f: f.name)
     def test_formats(self, rng, fmt):
         """Reductions and outputs that are no multiples of the tiles; a group ends within a step."""
         arrays = self.inputs(rng, fmt)
@@ -74,8 +79,8 @@ class QuantizedGroupedMatmulContract(GroupedContract):
 
     @pytest.mark.parametrize(
         "kind,dtype", [
-            ("w4a16", "float16"), ("fp8", "float16"), ("w4a16", "float32"), ("w8a8", "float32"),
-            ("mxfp4", "float16"), ("mxfp4", "float32"),
+            ("w4a16", "float16"), slow("fp8", "float16"), slow("w4a16", "float32"), ("w8a8", "float32"),
+            ("mxfp4", "float16"), slow("mxfp4", "float32"),
         ],
     )  # fmt: skip
     def test_dtypes(self, rng, kind, dtype):
@@ -187,12 +192,12 @@ class TestPallas(QuantizedGroupedMatmulContract):
         "fmt,change",
         [
             (Format("w4a16", 32, True), {"block_k": 128, "split_k": 2}),
-            (Format("w4a16", 128), {"block_k": 64, "split_k": 4, "num_warps": 2}),
+            slow(Format("w4a16", 128), {"block_k": 64, "split_k": 4, "num_warps": 2}),
             (Format("w4a16", 128), {"block_k": 256}),
             (Format("fp8", 128), {"block_k": 64, "split_k": 8}),
-            (Format("fp8", 128), {"block_n": 128, "block_k": 128}),
+            slow(Format("fp8", 128), {"block_n": 128, "block_k": 128}),
             (Format("w8a8"), {"block_k": 128, "split_k": 2}),
-            (Format("mxfp4", 32), {"block_k": 256, "split_k": 2}),
+            slow(Format("mxfp4", 32), {"block_k": 256, "split_k": 2}),
         ],
         ids=str,
     )
@@ -227,9 +232,9 @@ class TestPallas(QuantizedGroupedMatmulContract):
     @pytest.mark.parametrize(
         "fmt,change",
         [
-            (Format("w4a16", 32), {"block_k": 128}),
+            slow(Format("w4a16", 32), {"block_k": 128}),
             (Format("w4a16", 64, zeros=True), {}),
-            (Format("w4a16", 128), {"block_n": 128, "split_k": 2}),
+            slow(Format("w4a16", 128), {"block_n": 128, "split_k": 2}),
             (Format("mxfp4", 32), {"block_k": 128}),
         ],
         ids=str,
@@ -270,7 +275,7 @@ class QuantizedGroupedSwigluContract(GroupedContract):
         """The product of two sums: its error is that of both."""
         return limit_for(dtype, D, D)
 
-    @pytest.mark.parametrize("fmt", SWIGLU_FORMATS, ids=[f.name for f in SWIGLU_FORMATS])
+    @pytest.mark.parametrize("fmt", slow_but(SWIGLU_FORMATS[1::2], SWIGLU_FORMATS), ids=lambda f: f.name)
     def test_formats(self, rng, fmt):
         arrays = self.inputs(rng, fmt)
         D = arrays["x"].shape[1]
@@ -305,9 +310,9 @@ class TestSwigluPallas(QuantizedGroupedSwigluContract):
     @pytest.mark.parametrize(
         "change,experts",
         [
-            ({"block_k": 128}, (2,)),
+            slow({"block_k": 128}, (2,)),
             ({"split_k": 2}, (2, 0, 2, -1, 2)),
-            ({"mode": "separate"}, (0, 2)),
+            slow({"mode": "separate"}, (0, 2)),
             ({"mode": "dequantize_once"}, (2, 0)),
         ],
         ids=str,

@@ -97,9 +97,9 @@ class RopeKvWriteContract(Contract):
         "dtype,pages",
         [
             ("bfloat16", "bfloat16"),
-            ("float32", "bfloat16"),
+            pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
             ("float16", "float32"),
-            ("bfloat16", "int8"),
+            pytest.param("bfloat16", "int8", marks=pytest.mark.slow),
             ("float16", "float8_e4m3fn"),
             ("bfloat16", "float8_e5m2"),
         ],
@@ -214,7 +214,7 @@ class RopeKvWriteContract(Contract):
         arrays = _arrays(rng, 4, 2, 1, 8, slots=[20, 3, 2**31 - 1, -(2**31)])
         self.check(arrays, {}, limit=limit_for("float32", 2))
 
-    @pytest.mark.parametrize("pages", QUANTIZED)
+    @pytest.mark.parametrize("pages", slow_but(["int8"], QUANTIZED))
     def test_rows_of_zeros(self, rng, pages):
         """A row of zeros has scale 1; so has one whose scale would be subnormal."""
         arrays = _arrays(rng, 3, 2, 2, 16, pages=pages, slots=[1, 7, 12])
@@ -240,7 +240,7 @@ class RopeKvWriteContract(Contract):
         arrays |= {n: arrays[n] * spread * scale for n in ("k", "v")}
         self.check_written(arrays)
 
-    @pytest.mark.parametrize("pages", QUANTIZED)
+    @pytest.mark.parametrize("pages", slow_but(["int8"], QUANTIZED))
     def test_stores_as_kv_says(self, rng, pages):
         """Values, which are not rotated, have the very codes and scales of `kv.quantize_kv`."""
         arrays = _arrays(rng, 64, 2, 2, 64, N=20, pages=pages, slots=rng.permutation(80)[:64])

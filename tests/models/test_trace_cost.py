@@ -14,6 +14,7 @@ from moejax.core.config import MoeConfig
 from moejax.models import decoder
 from moejax.moe import layer as layer_module
 from tests.decoding import random_model
+from tests.examples import slow_but
 
 OPCODE = re.compile(r"= [^ ]+ ([a-z\-]+)\(")
 
@@ -30,7 +31,7 @@ def operations(compiled) -> Counter:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("execution", ["dense", "grouped"])
+@pytest.mark.parametrize("execution", slow_but(["grouped"], ["dense", "grouped"]))
 def test_without_trace_the_program_is_that_of_a_model_that_has_none(tiny_config, monkeypatch, execution):
     moe = MoeConfig(execution)
     off = compile_model(tiny_config, moe, return_routing=False)
@@ -83,7 +84,7 @@ def test_equal_layers_are_traced_and_lowered_once(tiny_config, monkeypatch, kind
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("execution", ["dense", "grouped"])
+@pytest.mark.parametrize("execution", slow_but(["grouped"], ["dense", "grouped"]))
 def test_layers_traced_once_give_the_program_of_layers_traced_one_by_one(tiny_config, monkeypatch, execution):
     """Operations, floating-point work, memory and bits, and the layer and operation that a profile reads."""
     config = tiny_config.replace(num_layers=3, sliding_windows=(None,) * 3, moe_layers=(True,) * 3)

@@ -146,8 +146,13 @@ def executions(shape: Shape) -> tuple[MoeConfig, ...]:
     )
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-@pytest.mark.parametrize(Shape._fields, slow_but([SHAPES[1], FEW, ALL, SHAPES[5]], SHAPES))
+@pytest.mark.parametrize(
+    (*Shape._fields, "biased"),
+    slow_but(
+        [(*SHAPES[1], False), (*FEW, True), (*ALL, True), (*SHAPES[5], False)],
+        [(*shape, biased) for shape in SHAPES for biased in (False, True)],
+    ),
+)
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_every_execution_equals_the_loops(N, k, E, rows, biased, data):

@@ -15,7 +15,7 @@ from moejax.ops.attention import attention
 from moejax.ops.kv_segments import Segment, Segments, copy_blocks, write_rows, write_runs
 from moejax.ops.paged_attention import KEYS_PER_TURN, AttentionPlan, paged_attention, tile_rows
 from tests.engine.tiny import PROPERTY
-from tests.examples import examples
+from tests.examples import examples, slow_but
 from tests.numerics import assert_close, tolerance
 from tests.ops.paged_case import GARBAGE, Case, Row, Spec, draw_rows, expected, make, segments_with, sinks_of
 
@@ -226,7 +226,7 @@ def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> N
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("codes", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2"]))
 def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same output, whatever number of blocks that is, and no floats of a segment's size in the
     program."""

@@ -87,6 +87,7 @@ def test_rtn_is_round_to_nearest_of_each_weight(layout):
     assert [stage.name for stage in report.stages] == ["weights"]
 
 
+@pytest.mark.slow
 def test_the_layout_of_experts_does_not_matter():
     models = [quantized("qwen2_moe", "gptq", "int4_g8", layout=layout)[0] for layout in ("edf", "efd")]
     for (name, a), (_, b) in zip(*(quantized_weights(model) for model in models), strict=True):
@@ -147,7 +148,7 @@ def test_the_second_layer_sees_what_the_quantized_first_gives_out():
     np.testing.assert_array_equal(values(hessian_free)[name], values(plain)[name])
 
 
-@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow), "smoothquant"])
+@pytest.mark.parametrize("method", slow_but(["smoothquant"], ["gptq", "awq", "smoothquant"]))
 def test_chunks_of_experts_give_the_same_model(method, monkeypatch):
     fmt = "w8a8" if method == "smoothquant" else "int4_g8"
     whole, report = quantized("qwen2_moe", method, fmt, min_tokens=25)

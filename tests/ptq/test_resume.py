@@ -70,16 +70,23 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, method, fmt, stop, r
         assert mine.expert_tokens == other.expert_tokens and mine.folded == other.folded
         assert [w.output_error for w in mine.weights] == [w.output_error for w in other.weights]
         assert [w.shape for w in mine.weights] == [w.shape for w in other.weights]
+    check_finished(tmp_path / "w", found, **rules)
 
 
-def test_a_finished_run_has_nothing_to_do_and_keeps_no_hidden_states(tmp_path):
-    first, _ = run(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+def check_finished(folder, first, **rules):
+    """It has nothing to do, and keeps no hidden states."""
+    assert sorted(path.name for path in folder.iterdir()) == [
         "lock", "run.json", "stage_000.npz", "stage_001.npz", "stage_002.npz", "stage_003.npz",
     ]  # fmt: skip
-    second, report = run(tmp_path, stop="calibrating layer 0")
+    second, report = run(folder, stop="calibrating layer 0", **rules)
     same(first, second)
     assert all(stage.resumed for stage in report.stages)
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_never_stopped(tmp_path):
+    first, _ = run(tmp_path)
+    check_finished(tmp_path, first)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Weights of experts with the inputs that they were calibrated on, as tests of GPTQ, AWQ and SmoothQuant
 take."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ class Calibrated(NamedTuple):
     gram: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("lead", "D", "F", "T"))
 def calibrated(
     lead: tuple[int, ...] = (3,), D: int = 64, F: int = 40, T: int = 160, *, seed: int = 0
 ) -> Calibrated:
@@ -43,11 +45,13 @@ def calibrated(
     return Calibrated(w, x, jnp.swapaxes(x, -1, -2) @ x)
 
 
+@jax.jit
 def error_of(tensor: QTensor, case: Calibrated) -> jax.Array:
     """Output error `[*lead]` of a quantized `case.w`."""
     return output_error(dequantize(tensor) - case.w, case.gram)
 
 
+@jax.jit
 def weight_error(tensor: QTensor, case: Calibrated) -> jax.Array:
     """Squared error of the weights `[*lead]`."""
     return jnp.sum(jnp.square(dequantize(tensor) - case.w), axis=(-2, -1))

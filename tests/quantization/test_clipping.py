@@ -12,6 +12,7 @@ from moejax.quantization import clipping, entropy
 from moejax.quantization.clipping import ranges
 from moejax.quantization.formats import WeightFormat, parse_format
 from moejax.quantization.rtn import round_to_nearest
+from tests.examples import slow_but
 from tests.quantization.test_arithmetic import NAMES
 
 dequantize = jax.jit(ar.dequantize, static_argnums=1)
@@ -122,9 +123,12 @@ def test_mse_of_powers_of_two_may_widen():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("clip", METHODS)
 @pytest.mark.parametrize(
-    "name", ["int4_g32_asym", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8_block128", "nvfp4"))]
+    ("name", "clip"),
+    slow_but(
+        [("int4_g32_asym", "percentile"), ("int4_g32_asym", "entropy")],
+        [(name, clip) for name in ("int4_g32_asym", "fp8_block128", "nvfp4") for clip in METHODS],
+    ),
 )
 def test_chunks_do_not_change_a_range(name, clip):
     """Matrices one by one, and outputs apart where nothing joins them; the last chunk may be smaller."""

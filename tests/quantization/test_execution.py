@@ -21,7 +21,7 @@ from moejax.quantization.arithmetic import dequantize, quantize_activations
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from moejax.quantization.kernel_formats import why_no_kernel
 from moejax.quantization.rtn import round_to_nearest
-from tests.examples import slow_but
+from tests.examples import in_turns, slow_but
 from tests.model_shapes import experts_only
 from tests.numerics import UNIT_ROUNDOFF, assert_close, tolerance
 
@@ -34,6 +34,17 @@ FORMATS = (
 GROUP_INDEX = dataclasses.replace(parse_format("int4_g32"), indexed=True)
 
 
+# Whole functions compiled once, in place of each of their operations.
+_rounded = jax.jit(round_to_nearest, static_argnums=1)
+_values = jax.jit(dequantize)
+
+
+@jax.jit
+def _rounded_inputs(x: jax.Array, q: QTensor) -> jax.Array:
+    codes, scale = quantize_activations(x, q.format, q.input_scale)
+    return codes.astype(jnp.float32) * scale
+
+
 def format_of(name: str) -> WeightFormat:
     return GROUP_INDEX if name == "indexed" else parse_format(name)
 
@@ -41,7 +52,7 @@ def format_of(name: str) -> WeightFormat:
 def quantized(w: jax.Array, fmt: WeightFormat, input_scale: float = 0.03) -> QTensor:
     """Rounded to nearest, with static scales that saturate a little and differ from expert to expert, and
     groups that do not go by place where the format has an index."""
-    q = round_to_nearest(w, fmt)
+    q = _rounded(w, fmt)
     if fmt.activations == "static":
         lead = q.input_scale.shape
         steps = 1.0 + jnp.arange(np.prod(lead), dtype=jnp.float32).reshape(lead) / 7
@@ -60,11 +71,9 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 
 def twin(x: jax.Array, q: QTensor) -> np.ndarray:
     """The product in float64, of the very numbers that are multiplied."""
-    fmt = q.format
-    if fmt.activations != "none":
-        codes, scale = quantize_activations(x, fmt, q.input_scale)
-        x = codes.astype(jnp.float32) * scale
-    return np.asarray(x, np.float64) @ np.asarray(dequantize(q), np.float64)
+    if q.format.activations != "none":
+        x = _rounded_inputs(x, q)
+    return np.asarray(x, np.float64) @ np.asarray(_values(q), np.float64)
 
 
 class TestMatmul:
@@ -79,9 +88,13 @@ class TestMatmul:
             assert y.shape == (2, 3, F) and y.dtype == x.dtype
             assert_close(y, expected, tolerance(D))
 
-    @pytest.mark.parametrize("rows", [1, 3])
     @pytest.mark.parametrize(
-        "name", ["int8_asym", "int8_tensor", "int4_g32", "fp8_block128", "w8a8_static", "nvfp4", "indexed"]
+        ("name", "rows"),
+        in_turns(
+            [(n,) for n in ("int8_asym", "int8_tensor", "int4_g32", "fp8_block128")]
+            + [(n,) for n in ("w8a8_static", "nvfp4", "indexed")],
+            [1, 3],
+        ),
     )
     def test_pieces_of_the_outputs_are_the_whole(
         self, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +178,7 @@ def experts_of(
     tensors = {name: quantized(values[name], fmt) for name, fmt in chosen.items()}
     if floats:
         for name, q in tensors.items():
-            getattr(experts, name).set_value(dequantize(q))
+            getattr(experts, name).set_value(_values(q))
         return experts
     for name, weight in replace_weights(experts, chosen).items():
         weight.set(tensors[name])
@@ -287,6 +300,7 @@ class TestExperts:
         found = run(experts_of(formats, "pallas_triton", layout), x, chosen, ["pallas_triton"])
         assert_twin(found["pallas_triton"], expected, formats)
 
+    @pytest.mark.slow
     def test_the_dequantized_weights_give_the_same(self) -> None:
         formats, x, chosen = ("int4_g32",) * 3, draw(9, D, seed=5), routing(9)
         floats = run(experts_of(formats, floats=True), x, chosen, EXECUTIONS)

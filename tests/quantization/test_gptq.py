@@ -12,6 +12,7 @@ from moejax.quantization.arithmetic import dequantize, unpack
 from moejax.quantization.formats import QTensor, WeightFormat, parse_format
 from moejax.quantization.gptq import LARGEST_DAMPING, LEAST_RAISED, _inverse_factor, damping_note, gptq
 from moejax.quantization.rtn import round_to_nearest
+from tests.examples import in_turns, slow_but
 from tests.quantization.calibrated import FORMATS, calibrated, error_of, weight_error
 
 
@@ -63,8 +64,10 @@ def reference(
     return result, nearest
 
 
-@pytest.mark.parametrize("act_order", [False, True], ids=["by place", "act order"])
-@pytest.mark.parametrize("name", ["int4", "int8", "int4_g16", "int4_g16 indexed"])
+@pytest.mark.parametrize(
+    ("name", "act_order"),
+    in_turns([("int4",), ("int4_g16",), ("int8",), ("int4_g16 indexed",)], [False, True]),
+)
 def test_gives_the_papers_codes(name: str, act_order: bool) -> None:
     case = calibrated((2,), D=32, F=12, seed=3)
     base, _, is_indexed = name.partition(" ")
@@ -232,7 +235,7 @@ def test_inputs_never_seen_keep_their_rounded_weights() -> None:
     assert (codes_of(result.tensor) != nearest).any()
 
 
-@pytest.mark.parametrize("clip", ["percentile", "mse", "entropy"])
+@pytest.mark.parametrize("clip", slow_but(["percentile", "entropy"], ["percentile", "mse", "entropy"]))
 def test_clipped_ranges_are_taken(clip: str) -> None:
     case, fmt = calibrated(F=24), parse_format("int4_g32")
     for act_order in (False, True):

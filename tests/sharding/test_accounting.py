@@ -54,7 +54,7 @@ MODEL = small_model(vocab_size=99, num_layers=2, moe_layers=(True, False), slidi
 WITH_STATES = MODEL.replace(**LINEAR)
 
 HERE = [name for name, layout in PRESETS.items() if 1 < layout.num_devices <= 8]
-QUICK = ("tp8", "pp2_ep4")
+QUICK = ("pp2_ep4",)
 OTHERS = [
     name for name, layout in LAYOUTS.items() if layout.num_devices > 1 and layout not in PRESETS.values()
 ]

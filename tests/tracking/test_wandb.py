@@ -1,5 +1,6 @@
 """W&B end to end, each run in a process of its own: wandb keeps login and settings for a process's life."""
 
+import functools
 import json
 import os
 import shlex
@@ -61,22 +62,30 @@ def clean_environment(home: Path, **env: str) -> dict[str, str]:
     return {**clean, **env}
 
 
+def run_child(folder: Path, config: dict, rows: int = 3, **env: str) -> subprocess.CompletedProcess:
+    """The script above in `folder`, without the user's W&B settings."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps(config), str(rows)],
+        cwd=folder,
+        env=clean_environment(folder, **env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @pytest.fixture
 def child(tmp_path):
-    """`child(config, rows=3, **env)`: the script above in `tmp_path`, without the user's W&B settings."""
+    """`run_child` in a folder of its own."""
+    return functools.partial(run_child, tmp_path)
 
-    def run(config: dict, rows: int = 3, **env: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps(config), str(rows)],
-            cwd=tmp_path,
-            env=clean_environment(tmp_path, **env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
 
-    return run
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """The folder of an offline run, and what it printed."""
+    folder = tmp_path_factory.mktemp("offline")
+    return folder, run_child(folder, {"kind": "wandb_offline", "tags": ["extra"], "job_type": "bench"})
 
 
 def wandb_cli(*args: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -86,9 +95,9 @@ def wandb_cli(*args: str, cwd: Path) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def test_offline_run_is_read_back_with_leet(child, tmp_path):
+def test_offline_run_is_read_back_with_leet(offline):
     """The printed path opens, and leet finds what was logged: history, summary, config, tags, media."""
-    done = child({"kind": "wandb_offline", "tags": ["extra"], "job_type": "bench"})
+    tmp_path, done = offline
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     leet, sync = json.loads(done.stdout.splitlines()[-1])
@@ -148,8 +157,8 @@ def test_online_run_arrives_at_the_server(child, tmp_path):
     assert lines[1].endswith(f"wandb leet {server.url}/tester/moejax/runs/{server.run['name']}")
 
 
-def test_offline_run_syncs_later_with_the_printed_line(child, tmp_path):
-    done = child({"kind": "wandb_offline"})
+def test_offline_run_syncs_later_with_the_printed_line(offline):
+    tmp_path, done = offline
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])[1]
     with FakeWandb() as server:
