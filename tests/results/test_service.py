@@ -62,7 +62,7 @@ def test_service_by_hand():
         record(0.0, 4.0, 4.6, tenant="b"),
     ]
     found = service_metrics(records, SCHEDULING)
-    # To 4 s, both ends included: a 10 + 2·2 and its second prompt, b half of 10 + 3·2 and of its second prompt.
+    # To 4 s, both ends included: a 10 + 2·2 and a second prompt, b half of 10 + 3·2 and of a second prompt.
     a, b = 10 + 4 + 10, (10 + 6) / 2 + 5
     assert found["jain_index"] == pytest.approx((a + b) ** 2 / (2 * (a**2 + b**2)))
     assert found["service_gap"] == pytest.approx(max(14, a - b))
