@@ -89,3 +89,8 @@ def test_a_rate_makes_its_tenant_wait(engines):
     assert waits(third) >= (30 - 8 - 15) / 200
     assert len(third.outputs[0].token_ids) == 10
     assert llm.stats()["tenant_service"] == {"slow": 3 * (5 + 2 * 10)}
+    left = [llm.submit([1, 2, 3, 4, 5], params, options=option) for _ in range(5)]
+    llm.pause("wait")  # which does not wait for a rate
+    assert not left[-1].finished
+    llm.unpause()
+    llm.engine.run_until(lambda: left[-1].finished)

@@ -128,8 +128,9 @@ class Scheduler:
         return None
 
     def wait_s(self) -> float:
-        """Returns seconds until a rate allows one of those that wait to go on; 0 where none does."""
-        return min((self.policy.rate_wait_s(s) for s in self.waiting()), default=0.0)
+        """Returns seconds until a rate allows one of those that wait to go on; 0 where none is the reason."""
+        waiting = self.waiting() if self.admits else []
+        return min((self.policy.rate_wait_s(s) for s in waiting), default=0.0)
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
