@@ -58,6 +58,7 @@ class Policy:
     Attributes:
         moves: keys change while a sequence lives, so queue and order are ranked anew before each use.
         timed: keys depend on the clock, which differs between processes.
+        preempts: one that waits may displace one that runs.
         limited: some tenant has a quota.
         charges: tenants' tokens are counted.
         now: the instant of the step that is being scheduled.
@@ -66,6 +67,7 @@ class Policy:
 
     moves = False
     timed = False
+    preempts = False
     by_service = False
 
     def __init__(
@@ -221,7 +223,7 @@ _ANYBODY = Tenant()
 class HighestPriority(Policy):
     """By class of priority, small numbers first; `ageing_s` seconds of waiting make up for one class."""
 
-    timed = True
+    timed = preempts = True
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
         # What has waited since makes the same difference to all: only the arrivals differ.
@@ -245,7 +247,7 @@ class ShortestJob(Policy):
 class EarliestDeadline(Policy):
     """Earliest deadline first. Beyond saturation it serves those that are late already, and all are late."""
 
-    timed = True
+    timed = preempts = True
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
         deadline = sequence.options.deadline_ms
@@ -260,7 +262,7 @@ class EarliestDeadline(Policy):
 class LeastSlack(Policy):
     """Least slack first: seconds until the next token is due, less those that its prompt still takes."""
 
-    moves = timed = True
+    moves = timed = preempts = True
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
         due = self.first_token_due(sequence) + sequence.generated * (self.slo(sequence).tpot_ms or 0.0) / 1e3

@@ -106,7 +106,7 @@ class Scheduler:
             self.running.sort(key=self.policy.key)
         if self.prefixes is not None:
             self.prefixes.settle()
-        urgent = self._displace(plan)
+        urgent = self._displace(plan) if self.policy.preempts else None
         budget = self._decode(plan, self.max_num_batched_tokens)
         if urgent is not None and budget > 0 and self._room(urgent):
             self._admit(urgent, plan)
