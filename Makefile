@@ -101,7 +101,7 @@ static: $(VENV)/.dev gpu-compiler ## Compile every kernel and whole steps of mod
 
 gate: $(VENV)/.dev gpu-compiler ## The part of it that CI runs: two steps of Qwen3-30B-A3B for an A100, kernels beside them
 	$(GATE) 'program.rows=[1]'
-	$(BYTECODE) $(BIN)/python -m pytest -m "gate and not slow" $$(grep -rl needs_gpu_compiler tests)
+	$(BYTECODE) $(BIN)/python -m pytest -m "gate and not slow" $$(grep -rl --include='*.py' needs_gpu_compiler tests)
 
 lint: $(VENV)/.dev ## What CI lints: ruff, mypy, import contracts (the pre-commit hooks)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --color never

@@ -112,6 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes and keeps many objects: looking for circles among them as often as Python does by default
     # takes a tenth of the suite's time. Each operation's lines of Python in its program cost some, too.
     gc.set_threshold(100_000, 50, 100)
+    atexit.register(gc.unfreeze)  # what `forget_programs` froze: else extensions tell of leaks at the end
     if quick:
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
