@@ -56,9 +56,10 @@ class Policy:
         clock: seconds; requests' arrivals are instants of it.
 
     Attributes:
-        moves: keys change while a sequence lives, so queue and order are ranked anew before each use.
+        moves: keys change while a sequence lives, so queue and order are ranked anew in each step.
         timed: keys depend on the clock, which differs between processes.
         preempts: one that waits may displace one that runs.
+        by_service: keys change with each admission, too.
         limited: some tenant has a quota.
         charges: tenants' tokens are counted.
         now: the instant of the step that is being scheduled.
@@ -112,7 +113,7 @@ class Policy:
 
     def slo(self, sequence: Sequence) -> SloClass:
         """Returns the objectives of its class; of none nothing is asked."""
-        return self.config.slo_classes.get(sequence.options.slo_class or "", SloClass())
+        return self.config.slo_classes.get(sequence.options.slo_class or "", _NOTHING_ASKED)
 
     def first_token_due(self, sequence: Sequence) -> float:
         """Returns seconds after its arrival; where nothing is asked those of `ageing_s`."""
@@ -217,7 +218,7 @@ class Policy:
         return self.config.tenants.get(sequence.options.tenant, _ANYBODY)
 
 
-_ANYBODY = Tenant()
+_ANYBODY, _NOTHING_ASKED = Tenant(), SloClass()
 
 
 class HighestPriority(Policy):

@@ -47,7 +47,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy = policy or Policy()
         self.running: list[Sequence] = []  # by rising policy key
-        self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; holds finished ones until they surface
+        # A heap by (over its tenant's quota, *rank), order; holds finished ones until they surface.
+        self._waiting: list[tuple[Any, int, Sequence]] = []
+        self._ranked = False  # anew in this step
         self.num_waiting = 0  # samples queued
         self._free_slots = list(range(max_num_seqs))
         # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
@@ -101,7 +103,7 @@ class Scheduler:
         before = self._unreported
         plan = StepPlan(preempted=before)
         self._unreported = 0
-        self.policy.tick()
+        self._tick()
         if self.policy.moves:
             self.running.sort(key=self.policy.key)
         if self.prefixes is not None:
@@ -131,6 +133,11 @@ class Scheduler:
         """Returns seconds until a rate allows one of those that wait to go on; 0 where none is the reason."""
         waiting = self.waiting() if self.admits else []
         return min((self.policy.rate_wait_s(s) for s in waiting), default=0.0)
+
+    def _tick(self) -> None:
+        """Begins a step."""
+        self.policy.tick()
+        self._ranked = False
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
@@ -357,22 +364,22 @@ class Scheduler:
 
     def _first(self) -> Sequence | None:
         """Returns the first of the queue; none that its tenant's quota has wait."""
-        policy = self.policy
+        policy, again = self.policy, self.policy.by_service or self.policy.limited
         if not self.admits:
             begun = [entry for entry in self._waiting if entry[2].preemptions]
             return min((e for e in begun if e[2].state is State.WAITING), default=(None,) * 3)[2]
-        if policy.moves or policy.limited:
+        if again or (policy.moves and not self._ranked):
+            self._ranked = True
             live = [s for *_, s in self._waiting if s.state is State.WAITING]
             seqs, blocks = self._used_by_tenants()
             over = [policy.over_quota(s, seqs, blocks, self._whole(s) * s.samples) for s in live]
             ranks = zip(over, policy.ranks(live, self.match), live, strict=True)
             self._waiting = [((held, *rank), s.order, s) for held, rank, s in ranks]
             heapq.heapify(self._waiting)
-            if self._waiting and self._waiting[0][0][0]:
-                return None
         while self._waiting and self._waiting[0][2].state is not State.WAITING:
             heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
+        # Those over their quota come last.
+        return self._waiting[0][2] if self._waiting and not self._waiting[0][0][0] else None
 
     def _used_by_tenants(self) -> tuple[Counter[str], Counter[str]]:
         """Counts each tenant's running sequences, and the blocks that they may come to need."""
@@ -499,7 +506,8 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
-        heapq.heappush(self._waiting, (self.policy.key(sequence), sequence.order, sequence))
+        rank = (False, *self.policy.key(sequence))
+        heapq.heappush(self._waiting, (rank, sequence.order, sequence))
         self.num_waiting += sequence.samples
         self.policy.queued(sequence)
 

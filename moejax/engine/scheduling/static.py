@@ -21,7 +21,7 @@ class StaticScheduler(Scheduler):
 
     def schedule(self) -> StepPlan | None:
         plan = StepPlan()
-        self.policy.tick()
+        self._tick()
         if not self.running:
             self._close_batch()
             while sequence := self._admissible():
