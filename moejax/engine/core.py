@@ -102,6 +102,7 @@ class Engine:
             for request in requests:
                 for root in request.roots:
                     self.scheduler.check_fits(root)
+                    self.scheduler.check_on_time(root)
             for request in requests:
                 for root in request.roots:
                     self.scheduler.add(root, group)

@@ -94,3 +94,17 @@ def test_a_rate_makes_its_tenant_wait(engines):
     assert not left[-1].finished
     llm.unpause()
     llm.engine.run_until(lambda: left[-1].finished)
+
+
+def test_what_would_come_too_late_is_refused_before_anything_is_queued(engines):
+    """A call's requests are judged by the queue before it, all or none."""
+    strict = SchedulingConfig(admission="refuse")
+    llm = engines["fcfs"].variant(dataclasses.replace(ENGINE, scheduling=strict))
+    params, soon = SamplingParams(max_tokens=4, ignore_eos=True), RequestOptions(deadline_ms=60_000)
+    assert len(llm.generate([[1, 2, 3]] * 6, params, options=soon)) == 6
+    llm.submit([1, 2, 3], params)
+    with pytest.raises(RequestError, match=r"refused: its first token is expected after .* wanted after 0"):
+        llm.generate([[4, 5, 6]] * 3, params, options=[soon, RequestOptions(deadline_ms=1e-6), soon])
+    assert llm.stats()["waiting"] == 1
+    while llm.step():
+        pass

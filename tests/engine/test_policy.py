@@ -267,7 +267,8 @@ def test_a_request_that_would_come_too_late_is_refused():
     engine = HostEngine(limits)
     engine.policy.observe(seconds=1.0, tokens=10)
     engine.submit(ask(12, slo_class="now"))
+    late = ask(12, slo_class="now").sequence(1)
     with pytest.raises(RequestError, match="first token is expected after 2400 ms and wanted after 2000"):
-        engine.submit(ask(12, slo_class="now"))
-    engine.submit(ask(12))
+        engine.scheduler.check_on_time(late)
+    engine.scheduler.check_on_time(ask(12).sequence(1))
     engine.drain()

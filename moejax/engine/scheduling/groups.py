@@ -43,6 +43,10 @@ class GroupScheduler:
         """Raises `RequestError` for what could never run in any group."""
         self.groups[0].check_fits(sequence)
 
+    def check_on_time(self, sequence: Sequence) -> None:
+        """Raises `RequestError` for what would come too late in the group that it would be dealt to."""
+        self.groups[self._least(sequence)].check_on_time(sequence)
+
     @property
     def policy(self) -> Policy:
         """The groups' common one."""
@@ -63,9 +67,7 @@ class GroupScheduler:
             RequestError: it could never run.
         """
         self.check_fits(sequence)
-        if group is None:
-            groups = range(len(self.groups))
-            group = min(groups, key=lambda g: (self._load[g] - self._known(g, sequence), g))
+        group = self._least(sequence) if group is None else group
         for each in (sequence, *sequence.forks):
             each.group = group
             self._counted[id(each)] = each.max_length
@@ -117,6 +119,11 @@ class GroupScheduler:
             strange = [s for s in group.running if s.group != number]
             if strange:
                 raise AssertionError(f"{strange[0]!r} of group {strange[0].group} runs in group {number}")
+
+    def _least(self, sequence: Sequence) -> int:
+        """Returns the group with the least to do."""
+        groups = range(len(self.groups))
+        return min(groups, key=lambda g: (self._load[g] - self._known(g, sequence), g))
 
     def _known(self, group: int, sequence: Sequence) -> int:
         """Counts tokens of a sequence that a group need not compute."""

@@ -122,13 +122,8 @@ class Policy:
 
     # -- tenants -----------------------------------------------------------------------------------------
 
-    def check(self, sequence: Sequence, blocks: int, queue: Iterable[Sequence]) -> None:
-        """Raises `RequestError` for what its tenant's quota can never hold, or what is to be refused.
-
-        Args:
-            blocks: cache blocks that it may come to need.
-            queue: what waits.
-        """
+    def check_fits(self, sequence: Sequence, blocks: int) -> None:
+        """Raises `RequestError` for what its tenant's quota can never hold; it may come to need `blocks`."""
         name, tenant = sequence.options.tenant, self._tenant(sequence)
         for key, most, need in (
             ("max_seqs", tenant.max_seqs, sequence.samples),
@@ -139,6 +134,9 @@ class Policy:
                     f"a request of {need} {'sequences' if key == 'max_seqs' else 'cache blocks'} exceeds "
                     f"engine.scheduling.tenants.{name}.{key}={most}; raise it, or lower n or max_tokens"
                 )
+
+    def check_on_time(self, sequence: Sequence, queue: Iterable[Sequence]) -> None:
+        """Raises `RequestError` for what would come too late behind the queue, where that is refused."""
         asked = self.slo(sequence).ttft_ms or sequence.options.deadline_ms
         if self.config.admission == "refuse" and asked:
             rank = self.key(sequence)

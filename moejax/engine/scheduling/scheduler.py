@@ -79,8 +79,11 @@ class Scheduler:
             raise RequestError(
                 f"n={sequence.samples} exceeds engine.max_num_seqs {self.max_num_seqs}; raise it or lower n"
             )
-        whole = self._whole(sequence) * sequence.samples
-        self.policy.check(sequence, whole, (entry[2] for entry in self._waiting))
+        self.policy.check_fits(sequence, self._whole(sequence) * sequence.samples)
+
+    def check_on_time(self, sequence: Sequence) -> None:
+        """Raises `RequestError` for what would come too late, where the policy refuses that."""
+        self.policy.check_on_time(sequence, self.waiting())
 
     @property
     def prefix_caches(self) -> list[PrefixTree]:
