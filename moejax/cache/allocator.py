@@ -10,6 +10,9 @@ written by none until the writer has a copy of its own (`append`).
 
 The lowest free block is handed out first, so that blocks in use stay near the front of the pool: a step reads
 the pool only up to the highest block in use (`moejax.cache.segments`).
+
+Layers that attend to a sliding window may have blocks and tables of their own (`WindowAllocator`): what the
+window has left behind is given up, and its place in the table is `GONE`.
 """
 
 import heapq
@@ -18,6 +21,9 @@ from collections.abc import Iterable, Sequence
 
 from moejax.cache.prefix import PrefixTree
 from moejax.core.errors import MoejaxError
+
+GONE = -1
+"""Stands in a table for a block that the window has left behind."""
 
 
 class OutOfBlocks(MoejaxError):
@@ -109,12 +115,7 @@ class BlockAllocator:
     def release(self, table: list[int]) -> None:
         """Gives up every block of `table` and empties it."""
         for block in reversed(table):  # the leaf of a remembered path first
-            self._refcount[block] -= 1
-            if self._refcount[block] == 0:
-                if self.prefixes is not None and self.prefixes.let_go(block):
-                    self._kept.add(block)
-                else:
-                    heapq.heappush(self._free, block)
+            self._let_go(block)
         table.clear()
 
     def discard(self, block: int) -> None:
@@ -147,6 +148,15 @@ class BlockAllocator:
         if any(self._free[(i - 1) // 2] > block for i, block in enumerate(self._free) if i):
             raise AssertionError("the free list is not a heap: the lowest block would not be first")
 
+    def _let_go(self, block: int) -> None:
+        """Counts one table less that holds a block."""
+        self._refcount[block] -= 1
+        if self._refcount[block] == 0:
+            if self.prefixes is not None and self.prefixes.let_go(block):
+                self._kept.add(block)
+            else:
+                heapq.heappush(self._free, block)
+
     def _take(self) -> int:
         if self._free:
             block = heapq.heappop(self._free)
@@ -156,3 +166,62 @@ class BlockAllocator:
             self._kept.remove(block)
         self._refcount[block] = 1
         return block
+
+
+class WindowAllocator(BlockAllocator):
+    """Blocks of layers whose queries at p see positions in (p - window, p] only.
+
+    There are always enough of them (`window_blocks`), so that no sequence waits for one, nor gives any up.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.window = window
+
+    def slide(self, table: list[int], start: int, end: int) -> list[tuple[int, int]]:
+        """Gives up what queries from `start` on do not see, and has room for positions in [start, end).
+
+        Returns:
+            The (source, destination) of a shared block that must be copied before the write, if there is one.
+        """
+        self.trim(table, start)
+        copy = self.append(table, start)
+        self.grow(table, end)
+        return [copy] if copy is not None else []
+
+    def fork(self, table: Sequence[int]) -> list[int]:
+        super().fork(_left(table))
+        return list(table)
+
+    def release(self, table: list[int]) -> None:
+        table[:] = _left(table)
+        super().release(table)
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        super().check_integrity(map(_left, tables))
+
+    def trim(self, table: list[int], start: int) -> None:
+        """Gives up the blocks that queries from `start` on do not see."""
+        index = min(first_seen(start, self.window, self.block_size), len(table)) - 1
+        while index >= 0 and table[index] != GONE:
+            self._let_go(table[index])
+            table[index] = GONE
+            index -= 1
+
+
+def _left(table: Sequence[int]) -> list[int]:
+    """Returns the blocks of a table that are not gone."""
+    return [block for block in table if block != GONE]
+
+
+def first_seen(position: int, window: int, block_size: int) -> int:
+    """Returns the first block of a table that a query at `position` sees."""
+    return max(0, position - window + 1) // block_size
+
+
+def window_blocks(window: int, block_size: int, sequences: int, tokens: int, num_blocks: int) -> int:
+    """Counts the blocks that suffice for the windows of so many sequences, of whose prompts a step computes
+    up to `tokens` tokens: never more than the `num_blocks` that hold all of their tokens."""
+    # A window starts and ends within blocks; a step writes one token more, or its prompts' tokens.
+    each = -(-(window - 1) // block_size) + 2
+    return min(num_blocks, sequences * each + -(-tokens // block_size))

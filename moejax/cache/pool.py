@@ -1,14 +1,14 @@
 """The cache blocks on the device, and a decoder's view of them. Who owns a block is not known here."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.cache.segments import SegmentLayout
-from moejax.core.config import ModelConfig
+from moejax.core.config import CacheKind, ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import LatentHeads, QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
@@ -27,15 +27,18 @@ States = tuple[jax.Array | None, ...]
 """Float32 `[slots + 1, H, Dh, Dh]` of each layer, None of one with pages; its last place is scratch."""
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1) -> int:
-    """Returns a block's bytes over all layers on one device, scales included; `kv_split` devices share the
-    key/value heads."""
-    return sum(config.paged_layers) * block_size * kv_token_bytes(config, str(jnp.dtype(dtype)), kv_split)
+def block_bytes(
+    config: ModelConfig, block_size: int, dtype: Any, kv_split: int = 1, layers: int | None = None
+) -> int:
+    """Returns a block's bytes over so many layers on one device (None: all that have blocks), scales
+    included; `kv_split` devices share the key/value heads."""
+    layers = sum(config.paged_layers) if layers is None else layers
+    return layers * block_size * kv_token_bytes(config, str(jnp.dtype(dtype)), kv_split)
 
 
 class BlockPool:
-    """Owns the segments, and the states of layers with linear attention. A step takes the first few segments
-    and all states, donated, and gives their successors back.
+    """Owns the segments of the layers of one kind, and with "blocks" the states of layers with linear
+    attention. A step takes the first few segments and all states, donated, and gives their successors back.
 
     A segment is made when a step first needs it, so an idle engine holds little; no step ever copies one.
 
@@ -43,6 +46,7 @@ class BlockPool:
         dtype: of keys and values; int8 and 8-bit floats have scales beside them.
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
         slots: sequences that run at a time, each with a state.
+        kinds: what each layer keeps (`ModelConfig.cache_kinds`), and `kind` what this pool holds of it.
         place: the devices; on a mesh every data-parallel group has segments and states of its own, of these
             sizes, and K and H are what a device has of the heads.
     """
@@ -56,6 +60,8 @@ class BlockPool:
         *,
         transposed_keys: bool = True,
         slots: int = 0,
+        kinds: Sequence[CacheKind] | None = None,
+        kind: CacheKind = "blocks",
         place: SingleDevice | None = None,
     ) -> None:
         self.layout = segments
@@ -63,6 +69,7 @@ class BlockPool:
         self._transposed_keys = transposed_keys
         self._config, self._block_size, self._dtype = config, block_size, jnp.dtype(dtype)
         self._slots = slots
+        self._kinds, self._kind = kinds or config.cache_kinds(None), kind
         self._segments: list[tuple[Segment | None, ...]] = []
         self.states: States | None = None
 
@@ -116,7 +123,8 @@ class BlockPool:
         H = config.num_heads // self._place.axes.size(heads)
         shape = (self._slots + 1, H, config.head_dim, config.head_dim)
         return tuple(
-            None if paged else make(shape, jnp.dtype(jnp.float32), heads) for paged in config.paged_layers
+            make(shape, jnp.dtype(jnp.float32), heads) if kind == "state" and self._kind == "blocks" else None
+            for kind in self._kinds
         )
 
     def _make(self, size: int, make: Callable[..., Any]) -> tuple[Segment | None, ...]:
@@ -140,14 +148,15 @@ class BlockPool:
             values = make((size, K, bs, Dh), dtype, heads)
             return Segment(make(keys, dtype, heads), values, scales(), scales(), codes)
 
-        return tuple(layer() if paged else None for paged in self._config.paged_layers)
+        return tuple(layer() if kind == self._kind else None for kind in self._kinds)
 
 
 class PagedCache(NamedTuple):
     """Implements `moejax.models.decoder.DecoderCache` for one step.
 
-    `kernels` names the implementation of GPU kernels that a `KernelPlan` runs with; `slot` and `copy_of` are
-    those of `moejax.ops.linear_attention.state_attention`.
+    `pages` has the segments of all kinds. `kernels` names the implementation of GPU kernels that a
+    `KernelPlan` runs with; `slot` and `copy_of` are those of `moejax.ops.linear_attention.state_attention`;
+    `window` is the plan of the layers that are of this kind.
     """
 
     pages: Pages
@@ -155,6 +164,8 @@ class PagedCache(NamedTuple):
     slot: jax.Array
     copy_of: jax.Array | None
     plan: AttentionPlan | KernelPlan
+    window: AttentionPlan | KernelPlan | None
+    kinds: tuple[CacheKind, ...]
     kernels: str = "xla"
 
     def layer(self, index: int) -> "PagedLayer | StateLayer":
@@ -162,12 +173,15 @@ class PagedCache(NamedTuple):
             assert isinstance(self.plan, AttentionPlan)
             return StateLayer(states, self.slot, self.copy_of, self.plan)
         segments = tuple(segment for each in self.pages if (segment := each[index]) is not None)
-        return PagedLayer(segments, self.plan, self.kernels)
+        plan = self.window if self.kinds[index] == "window" else self.plan
+        assert plan is not None
+        return PagedLayer(segments, plan, self.kernels)
 
     def with_layers(self, layers: "list[PagedLayer | StateLayer]") -> "PagedCache":
+        updated = [iter(layer.segments if isinstance(layer, PagedLayer) else ()) for layer in layers]
         pages = tuple(
-            tuple(layer.segments[z] if isinstance(layer, PagedLayer) else None for layer in layers)
-            for z in range(len(self.pages))
+            tuple(old and next(mine) for old, mine in zip(segment, updated, strict=True))
+            for segment in self.pages
         )
         states = tuple(layer.states if isinstance(layer, StateLayer) else None for layer in layers)
         return self._replace(pages=pages, states=states)

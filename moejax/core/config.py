@@ -37,6 +37,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 Platform = Literal["auto", "cpu", "gpu"]
 Kernels = Literal["auto", "xla", "pallas_triton"]
+CacheKind = Literal["blocks", "window", "state"]
 
 DTYPES: tuple[str, ...] = get_args(DType)
 KERNELS = ("xla", "pallas_triton")
@@ -334,6 +335,18 @@ class ModelConfig(Checked):
         """Whether each layer keeps keys and values in blocks; the others keep a state a sequence."""
         return tuple(not linear for linear in self.linear_layers) or (True,) * self.num_layers
 
+    def cache_kinds(self, window: int | None) -> tuple[CacheKind, ...]:
+        """Returns what each layer keeps of a sequence: "blocks" of all its tokens, those of a "window" that
+        is at most `window` tokens (None: no layer does), or a "state" of fixed size."""
+
+        def kind(layer: int) -> CacheKind:
+            mine = self.sliding_windows[layer]
+            if not self.paged_layers[layer]:
+                return "state"
+            return "window" if window is not None and mine is not None and mine <= window else "blocks"
+
+        return tuple(map(kind, range(self.num_layers)))
+
     def of_layers(self, layers: Sequence[int]) -> "ModelConfig":
         """Returns the configuration with these layers only."""
         lists = {name: getattr(self, name) for name in LAYER_LISTS}
@@ -495,6 +508,9 @@ class EngineConfig(Checked, section="engine"):
         seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
             blocks that steps are compiled for, each padded up to the next; None: powers of two.
         prefix_cache: see `PrefixCacheConfig`.
+        window_cache: what layers with a sliding window keep: "window", its tokens only, in blocks of their
+            own; "full", all tokens, of which the mask leaves the window. "auto" takes the first where it goes
+            with the rest.
         kernels: what attention, norms, router and (where `moe` leaves it open) the experts' products run on:
             "xla", or "pallas_triton", the GPU kernels of `pallas_kernels` (interpreted, and slow, on CPU).
             "auto" takes the kernels on a GPU and XLA elsewhere.
@@ -526,6 +542,7 @@ class EngineConfig(Checked, section="engine"):
     token_buckets: Buckets | None = None
     block_buckets: Buckets | None = None
     prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)
+    window_cache: Literal["auto", "window", "full"] = "auto"
     kernels: Kernels = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)
     autotune: Literal["rules", "cached", "measure"] = "cached"

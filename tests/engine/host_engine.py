@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moejax.cache.allocator import BlockAllocator
+from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.scheduling import SchedulingConfig
@@ -95,6 +95,7 @@ class Limits:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     prefixes: PrefixCacheConfig | None = None
     slots: int = 0
+    window: int | None = None
     shared: bool = True
     fail_at: frozenset[int] = frozenset()
 
@@ -121,7 +122,8 @@ class HostEngine:
 
     Args:
         limits: its configuration.
-        scheduler, allocator, prefixes: other classes than the real ones, to see that a defect is found.
+        scheduler, allocator, prefixes, windows: other classes than the real ones, to see that a defect is
+            found.
         events: what happened is counted here.
         roots: as `roots_of`, for requests that are resumed.
     """
@@ -134,6 +136,7 @@ class HostEngine:
         prefixes: Callable[..., PrefixTree] = make_prefixes,
         events: Counter[str] | None = None,
         roots: Callable[[list[Sequence], int], list[Sequence]] = roots_of,
+        windows: type[WindowAllocator] = WindowAllocator,
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
@@ -143,8 +146,14 @@ class HostEngine:
         self.clock = 0.0  # goes on by a second a step
         self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
-        self.scheduler = scheduler(self.allocator, *sizes, self.policy)
-        self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
+        self.windows = None
+        if limits.window is not None:
+            number = window_blocks(limits.window, limits.block_size, *sizes, limits.num_blocks)
+            self.windows = windows(number, limits.block_size, limits.window)
+        self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows)
+        self.runner = FakeRunner(
+            limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window
+        )
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
         self.groups: list[Group] = []
@@ -289,6 +298,8 @@ class HostEngine:
         self.check_outputs()
         if self.allocator.num_free != self.limits.num_blocks:
             raise AssertionError(f"{self.allocator.num_used} blocks leaked")
+        if self.windows is not None and self.windows.num_used:
+            raise AssertionError(f"{self.windows.num_used} blocks of windows leaked")
         if self.prefixes is not None:
             counts = self.prefixes.counts
             counted = sum(tokens for name, tokens in counts.items() if name.startswith("hit_tokens"))
@@ -418,6 +429,8 @@ class HostEngine:
             assert destination not in sources[index:], "copies from a block that was just written"
             self.events["copies over a copied block"] += destination in sources[:index]
         self.events["copies"] += len(plan.copies)
+        self.events["copies in windows"] += len(plan.window_copies)
+        self.events["blocks left behind"] += any(GONE in s.window_blocks for s in plan.sequences)
 
     def _check_transport(self, plan: StepPlan) -> None:
         """Each load goes to another block that was free; nothing is loaded that a save is to overwrite."""

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from moejax.cache.allocator import BlockAllocator
+from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.cache.prefix import POLICIES, Match, Node, PrefixTree, make_prefixes
 from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
@@ -48,8 +48,10 @@ EVENTS = (
     "abort running",
     "abort waiting",
     "abort with unstarted forks",
+    "blocks left behind",
     "chunked prompts",
     "copies",
+    "copies in windows",
     "displaced for a better class",
     "failures",
     "forks",
@@ -148,6 +150,7 @@ def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig] | Non
         scheduling=draw(schedulings),
         prefixes=caches,
         slots=draw(st.sampled_from((3, 20, 200, 1))) if caches else 0,
+        window=None if caches else draw(st.sampled_from((None, 1, 5, 12))),
         shared=caches is None or draw(st.booleans()),
         fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
     )
@@ -161,11 +164,12 @@ class Machine(RuleBasedStateMachine):
     allocator: type[BlockAllocator] = BlockAllocator
     prefixes: ClassVar[Any] = staticmethod(make_prefixes)
     roots: ClassVar[Any] = staticmethod(roots_of)
+    windows: type[WindowAllocator] = WindowAllocator
 
     @initialize(limits=limits())
     def start(self, limits: Limits) -> None:
         kinds = self.scheduler[limits.static], self.allocator, self.prefixes
-        self.engine = HostEngine(limits, *kinds, self.events, self.roots)
+        self.engine = HostEngine(limits, *kinds, self.events, self.roots, self.windows)
 
     @rule(batch=st.lists(kinds, min_size=1, max_size=6))
     def arrive(self, batch: list[Ask]) -> None:
@@ -386,6 +390,28 @@ class KeepsSharedBlocks(BlockAllocator):
         table.clear()
 
 
+class SlidesTooFar(WindowAllocator):
+    def trim(self, table: list[int], start: int) -> None:
+        super().trim(table, start + 1)
+
+
+class NeverSlides(WindowAllocator):
+    def trim(self, table: list[int], start: int) -> None: ...
+
+
+class SharesWindowsUncounted(WindowAllocator):
+    def fork(self, table: Row[int]) -> list[int]:
+        return list(table)
+
+
+class SkipsCopiesInWindows(Scheduler):
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan:
+            plan.window_copies.clear()
+        return plan
+
+
 class CountsReadmissions(PrefixTree):
     def count(self, prompt: int, sources: Any, unasked: str | None, again: bool) -> None:
         super().count(prompt, sources, unasked, False)
@@ -451,15 +477,16 @@ PREFIXES = (
     RemembersWhatIsNotComputed,
 )  # fmt: skip
 SCHEDULERS = (
-    SkipsCopies, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
+    SkipsCopies, SkipsCopiesInWindows, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
     BreaksPromises, TakesTokensOfTheDead, AdmitsWhilePaused,
 )  # fmt: skip
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
+WINDOWS = (SlidesTooFar, NeverSlides, SharesWindowsUncounted)
 
 
 @pytest.mark.parametrize(
     "defect",
-    (*SCHEDULERS, *ALLOCATORS, *PREFIXES, forks_what_has_tokens),
+    (*SCHEDULERS, *ALLOCATORS, *WINDOWS, *PREFIXES, forks_what_has_tokens),
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_is_found(defect: Any):
@@ -470,9 +497,11 @@ def test_a_defect_is_found(defect: Any):
         Broken.roots = staticmethod(defect)
     elif issubclass(defect, PrefixTree):
         Broken.prefixes = defect
+    elif issubclass(defect, WindowAllocator):
+        Broken.windows = defect
     elif issubclass(defect, BlockAllocator):
         Broken.allocator = defect
     else:
         Broken.scheduler = (defect, StaticScheduler)
-    with pytest.raises((AssertionError, LookupError)):
+    with pytest.raises((AssertionError, LookupError, OutOfBlocks)):
         explore(Broken, 600, phases=[Phase.generate], report_multiple_bugs=False)

@@ -18,13 +18,19 @@ class FakeRunner:
         num_blocks, block_size: of the cache.
         vocab_size: tokens are drawn from [0, vocab_size).
         fail_at: launches (counted from 0) that raise `RuntimeError`, to test what the engine does then.
+        window: tokens that sequences keep in window blocks beside, which must be what the others hold of them.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, vocab_size: int = 1000, fail_at: frozenset[int] = frozenset()
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 1000,
+        fail_at: frozenset[int] = frozenset(),
+        window: int | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.fail_at = fail_at
+        self.fail_at, self.window = fail_at, window
         self.launches = 0
         self.reset()
 
@@ -36,7 +42,8 @@ class FakeRunner:
         if number in self.fail_at:
             raise RuntimeError(f"step {number} fails on purpose")
         while len(self._groups) < len(plan.groups):
-            self._groups.append(FakeDevice(self.num_blocks, self.block_size, self.vocab_size))
+            sizes = self.num_blocks, self.block_size, self.vocab_size, self.window
+            self._groups.append(FakeDevice(*sizes))
         tokens: list[int] = []
         for device, part in zip(self._groups, plan.groups, strict=True):
             tokens += device.step(part)
@@ -56,8 +63,10 @@ class FakeRunner:
 class FakeDevice:
     """The cache of one data-parallel group."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, window: int | None = None) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.window = window
+        self._windows: dict[int, list[int | None]] = {}
         self._cache: dict[int, list[int | None]] = {}
         self._last: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
@@ -76,12 +85,16 @@ class FakeDevice:
         self.transport(plan)
         for source, destination in plan.copies:
             self._cache[destination] = list(self._block(source))
+        for source, destination in plan.window_copies:
+            self._windows[destination] = list(self._windows[source])
         tokens = [0] * len(plan.sequences)
-        for sequence, position in zip(plan.decodes, plan.positions, strict=True):
-            self._store(sequence, position)
+        queries = list(zip(plan.decodes, plan.positions, strict=True))
         for chunk in plan.chunks:
-            for position in range(chunk.start, chunk.start + chunk.count):
-                self._store(chunk.sequence, position)
+            queries += [(chunk.sequence, chunk.start + i) for i in range(chunk.count)]
+        for sequence, position in queries:
+            self._store(sequence, position)
+        for sequence, position in queries if self.window is not None else ():
+            self._look_through_window(sequence, position)
         for row, sequence in plan.sampling_rows():
             step = sequence.generated - 1
             tokens[row] = hash((self._attend(sequence), sequence.seed, step)) % self.vocab_size
@@ -105,7 +118,20 @@ class FakeDevice:
             if before is None:
                 raise AssertionError(f"{sequence!r} reads position {position - 1}, which was never written")
         index, offset = divmod(position, self.block_size)
-        self._block(sequence.blocks[index])[offset] = hash((before, token))
+        stored = hash((before, token))
+        self._block(sequence.blocks[index])[offset] = stored
+        if self.window is not None:
+            block = sequence.window_blocks[index]
+            self._windows.setdefault(block, [None] * self.block_size)[offset] = stored
+
+    def _look_through_window(self, sequence: Sequence, position: int) -> None:
+        """What a query at `position` sees of the window is what all blocks hold there."""
+        assert self.window is not None
+        for seen in range(max(0, position - self.window + 1), position + 1):
+            index, offset = divmod(seen, self.block_size)
+            block = self._windows.get(sequence.window_blocks[index], [None] * self.block_size)
+            if block[offset] != self._block(sequence.blocks[index])[offset]:
+                raise AssertionError(f"{sequence!r} sees something else at {seen} through its window")
 
     def _attend(self, sequence: Sequence) -> int:
         """Hashes what all its positions hold, once this step's are written."""

@@ -60,6 +60,7 @@ class ResolvedEngine:
         quantization: what becomes of each weight.
         policy: who goes first.
         prefix_cache: as asked for, its place decided.
+        window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
         max_model_len: tokens of the longest sequence, prompt and output together.
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
@@ -84,6 +85,7 @@ class ResolvedEngine:
     quantization: QuantizationPlan
     policy: Policy
     prefix_cache: PrefixCacheConfig
+    window: int | None
     max_model_len: int
     microbatches: int
     replay: RoutingReplay | None
@@ -179,6 +181,10 @@ def resolve(
         why = "out of the steps' way" if remembered.place == "host" else "in blocks of the cache"
         why = why if engine.prefix_cache.place == "auto" else f"asked for; {why}"
         resolutions.append(Resolution("engine.prefix_cache.place", remembered.place, why))
+    if limits["window"] is not None:
+        kinds = config.cache_kinds(limits["window"])
+        why = f"{kinds.count('window')} of {len(kinds)} layers keep {limits['window']} tokens of a sequence"
+        resolutions.append(Resolution("engine.window_cache", "window", why))
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))
@@ -232,7 +238,25 @@ def _engine_limits(
         "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
         "replay": replay,
         "prefix_cache": _prefix_cache(engine, parallel, config, kernels),
+        "window": _window(engine, config, longest or positions),
     }
+
+
+def _window(engine: EngineConfig, config: ModelConfig, longest: int) -> int | None:
+    """Decides how many tokens layers with a sliding window keep; None: all.
+
+    Raises:
+        ConfigError: it was asked for, and there is no window, or what is remembered needs all tokens.
+    """
+    windows = [window for window in config.sliding_windows if window is not None and window < longest]
+    refusals = {
+        f"no layer has a sliding window below the {longest} tokens of engine.max_model_len": not windows,
+        "engine.prefix_cache.enabled=true needs all tokens of a prompt": engine.prefix_cache.enabled,
+    }
+    reasons = [reason for reason, holds in refusals.items() if holds]
+    if engine.window_cache == "window" and reasons:
+        raise ConfigError(f"engine.window_cache=window: {reasons[0]}; use auto or full")
+    return None if engine.window_cache == "full" or reasons else max(windows)
 
 
 def _prefix_cache(

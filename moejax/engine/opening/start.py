@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from moejax.cache.allocator import BlockAllocator
+from moejax.cache.allocator import BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.pool import block_bytes
 from moejax.cache.prefix import make_prefixes
 from moejax.core.config import EngineConfig, ModelConfig
@@ -55,8 +55,11 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     limits = resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
     # As many as fit into every stage; of equals the reason of the one with the most layers.
     parts.sort(key=lambda part: part.num_layers, reverse=True)
-    blocks = min((cache_blocks(config, part, *limits) for part in parts), key=lambda one: int(one.value))
-    cache = CacheSpec(int(blocks.value), config.block_size, resolved.max_model_len, kv_dtype)
+    sizes = (cache_blocks(config, part, *limits, window=resolved.window) for part in parts)
+    blocks = min(sizes, key=lambda one: int(one.value))
+    number, window = int(blocks.value), resolved.window
+    own = blocks_of_window(config, window, number)
+    cache = CacheSpec(number, config.block_size, resolved.max_model_len, kv_dtype, window, own)
     parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
     beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
     overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
@@ -110,6 +113,7 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
             config.max_num_seqs,
             config.max_num_batched_tokens,
             resolved.policy,
+            WindowAllocator(cache.window_blocks, cache.block_size, cache.window) if cache.window else None,
         )
         for _ in range(resolved.places[0].groups)
     ]
@@ -138,6 +142,12 @@ def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> int:
     return slots
 
 
+def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:
+    """Returns how many blocks layers with a sliding window have of their own; 0: none."""
+    sizes = engine.block_size, engine.max_num_seqs, engine.max_num_batched_tokens, num_blocks
+    return window_blocks(window, *sizes) if window is not None else 0
+
+
 def cache_blocks(
     engine: EngineConfig,
     config: ModelConfig,
@@ -146,6 +156,7 @@ def cache_blocks(
     kv_dtype: str | None = None,
     kernels: str = "xla",
     absent: int = 0,
+    window: int | None = None,
 ) -> Resolution:
     """Decides the number of blocks of the key/value cache (of each data-parallel group), with the reason.
 
@@ -153,19 +164,30 @@ def cache_blocks(
         kv_dtype: of the cache; None: the model's.
         kernels: implementation of the GPU kernels, "xla" for none.
         absent: bytes of weights that are not on the devices yet.
+        window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
 
     Raises:
         ConfigError: the memory allowed does not hold one block; more blocks are asked for than kernels take.
     """
     split = parallel.kv_split(config.num_kv_heads)
-    key, size = "engine.num_blocks", block_bytes(config, engine.block_size, kv_dtype or config.dtype, split)
+    kinds, block = config.cache_kinds(window), (config, engine.block_size, kv_dtype or config.dtype, split)
+    key, size = "engine.num_blocks", block_bytes(*block, layers=kinds.count("blocks"))
     # Codes of a block of one layer, where there are kernels that must index them.
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
         codes = config.num_kv_heads // split * engine.block_size * config.key_dim
-    state = state_bytes(config, parallel.tensor_size) * (config.num_layers - sum(config.paged_layers))
+    needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+    state = state_bytes(config, parallel.tensor_size) * kinds.count("state")
     states = state * (engine.max_num_seqs + 1)
     beside = f"; beside it {byte_words(states)} of states, {byte_words(state)} a sequence" if states else ""
+    own_size = block_bytes(*block, layers=kinds.count("window"))
+
+    def words(blocks: int) -> str:
+        """Returns how much a device holds with so many blocks."""
+        own = blocks_of_window(engine, window, blocks)
+        windows = f" and {byte_words(own * own_size)} of windows, {own} blocks of their own" if own else ""
+        return f"{byte_words(blocks * size)}{windows} a device{beside}"
+
     if engine.num_blocks is not None:
         if not _kernels_take(engine.num_blocks * codes):
             raise ConfigError(
@@ -173,24 +195,26 @@ def cache_blocks(
                 f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
                 "engine.kernels=xla"
             )
-        asked = f"asked for; {byte_words(engine.num_blocks * size)} a device{beside}"
-        return Resolution(key, str(engine.num_blocks), asked)
-    needed = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+        return Resolution(key, str(engine.num_blocks), f"asked for; {words(engine.num_blocks)}")
     memory, why = _cache_memory(engine, parallel.num_devices, absent)
-    fitting = int((memory - states) // size) if size else needed * (states <= memory)
+    room, both = memory - states, size + own_size
+    fitting = int(room // both) if both else needed * (room >= 0)
+    own = blocks_of_window(engine, window, needed)
+    if fitting > own > 0:  # more than the windows can use
+        fitting = int((room - own * own_size) // size) if size else needed
     if fitting < 1:
         lower = "engine.max_num_seqs or engine.block_size" if states else "engine.block_size"
         raise ConfigError(
             f"engine.kv_cache_memory_gb: {memory / 1e9:.3g} GB ({why}) do not hold one block of "
-            f"{engine.block_size} tokens, {size / 1e9:.3g} GB{beside}; raise it or lower {lower}"
+            f"{engine.block_size} tokens, {both / 1e9:.3g} GB{beside}; raise it or lower {lower}"
         )
     if not _kernels_take(min(needed, fitting) * codes):
         return Resolution(
             key, str(2**31 // codes), f"the most that the GPU kernels take of a cache in {kv_dtype}"
         )
     if needed <= fitting:
-        room = f"{engine.max_num_seqs} sequences of {max_model_len} tokens"
-        return Resolution(key, str(needed), f"{room}; {byte_words(needed * size)} a device{beside}")
+        sequences = f"{engine.max_num_seqs} sequences of {max_model_len} tokens"
+        return Resolution(key, str(needed), f"{sequences}; {words(needed)}")
     return Resolution(key, str(fitting), f"{memory / 1e9:.3g} GB: {why}{beside}")
 
 

@@ -57,7 +57,8 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
         parts = [_join([mine[i] for mine in cut], groups) for i in range(number)]
     parts = [part for part in parts if part.rows]
     for group, first in zip(groups, parts[0].plan.groups, strict=True):
-        first.saves, first.loads, first.copies = group.saves, group.loads, group.copies
+        first.saves, first.loads = group.saves, group.loads
+        first.copies, first.window_copies = group.copies, group.window_copies
     return parts
 
 

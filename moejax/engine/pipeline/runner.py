@@ -136,7 +136,7 @@ class PipelineRunner(BucketRunner):
     @property
     def pools(self) -> list[BlockPool]:
         """The blocks of the stages' caches."""
-        return [stage.pool for stage in self.stages]
+        return [pool for stage in self.stages for pool in stage.pools]
 
     def reset(self) -> None:
         for stage in self.stages:
@@ -161,7 +161,10 @@ class PipelineRunner(BucketRunner):
             key, buffer = self.builder.build(part.plan, self.builder.common(common[key.tokens > 0]))
             microbatch = self._microbatch(key, buffer)
             microbatch.needs = self._needs(part.plan)
-            if any(group.saves or group.loads or group.copies for group in part.plan.groups):
+            if any(
+                group.saves or group.loads or group.copies or group.window_copies
+                for group in part.plan.groups
+            ):
                 microbatch.moves = part.plan
             launched.append((microbatch, part, Rows.of(part.plan, key)))
         for microbatch, part, _ in launched:

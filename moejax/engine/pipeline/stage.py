@@ -46,7 +46,8 @@ class Stage(DeviceRunner):
         return self.place.here
 
     def reset(self) -> None:
-        self.pool.reset()
+        for pool in self.pools:
+            pool.reset()
         self.store.reset()
         self._seen = None
         shape = (self.limits.slots + 1,)
@@ -57,13 +58,12 @@ class Stage(DeviceRunner):
         if not self.here:
             return self._nothing(key)
         step = self.program(key)
-        pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        state = DeviceState(pages, self.pool.take_states(), cast(Any, None), None)
+        state = DeviceState(self.take_pages(key), self.pool.take_states(), cast(Any, None), None)
         if self.functions.is_last:
             state = state._replace(last=self.last, seen=self._seen_of(key))
         given = self.last if self.functions.is_first else given
         state, output = step(self.functions.leaves, state, self.place.put(buffer), given)
-        self.pool.put(state.pages)
+        self.put_pages(key, state.pages)
         self.pool.states = state.states
         if self.functions.is_last:
             self.last = state.last
@@ -76,9 +76,7 @@ class Stage(DeviceRunner):
         if self.here:
             self.buckets = buckets
             self.move(plan)
-            copies = [part.copies for part in plan.groups]
-            if any(copies):
-                self._copy(copies)
+            self.copy_blocks(plan)
 
     def _program(self, key: StepKey) -> Program:
         """Returns the step of a bucket, to be compiled."""

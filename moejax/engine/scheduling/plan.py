@@ -41,6 +41,7 @@ class StepPlan:
         saves, loads: (block, slot) to copy to the store on the host, and then (slot, block) from there, both
             before `copies`.
         copies: (source, destination) blocks to copy, in this order, before anything is written.
+        window_copies: `copies` of the blocks of layers with a sliding window, where these have their own.
         preempted: sequences that lost their blocks for this plan.
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
         min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
@@ -53,6 +54,7 @@ class StepPlan:
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
     idle: int = 0
     min_tokens: int = 0

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence as Items
 from typing import Any
 
-from moejax.cache.allocator import BlockAllocator, OutOfBlocks
+from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.cache.prefix import NOTHING, Match, Node, PrefixTree
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import FinishReason
@@ -33,6 +33,7 @@ class Scheduler:
         max_num_seqs: sequences that run at a time; each holds a slot in [0, max_num_seqs).
         max_num_batched_tokens: tokens a step computes.
         policy: who goes first; first come first served by default.
+        windows: blocks of layers with a sliding window, where these have their own.
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: Policy | None = None,
+        windows: WindowAllocator | None = None,
     ) -> None:
         self.allocator = allocator
+        self.windows = windows
+        self._chunked: list[Sequence] = []  # by the last plan
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy = policy or Policy()
@@ -141,6 +145,9 @@ class Scheduler:
         """Begins a step."""
         self.policy.tick()
         self._ranked = False
+        if self.windows is not None:
+            for sequence in self._chunked:  # before others want blocks
+                self.windows.trim(sequence.window_blocks, sequence.computed)
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
@@ -232,6 +239,8 @@ class Scheduler:
         """
         holders = self._holders()
         self.allocator.check_integrity(s.blocks for s in holders)
+        if self.windows is not None:
+            self.windows.check_integrity(s.window_blocks for s in holders)
         slots = sorted(s.slot for s in holders) + list(self._free_slots)
         reserved = sum(len(s.forks) for s in self.running)
         if len(set(slots)) != len(slots) or set(slots) != set(range(self.max_num_seqs)):
@@ -285,6 +294,8 @@ class Scheduler:
                 copy = append(sequence.blocks, position)
             if copy is not None:
                 plan.copies.append(copy)
+            if self.windows is not None:
+                plan.window_copies += self.windows.slide(sequence.window_blocks, position, position + 1)
             decodes.append(sequence)
             positions.append(position)
             sequence.computed = position + 1
@@ -317,6 +328,8 @@ class Scheduler:
         count = min(todo, budget)
         chunk = Chunk(sequence, sequence.computed, count, count == todo, first)
         sequence.computed += count
+        if self.windows is not None:
+            plan.window_copies += self.windows.slide(sequence.window_blocks, chunk.start, sequence.computed)
         if self.prefixes is not None and sequence.identity is not None:
             whole = sequence.computed // self.allocator.block_size
             known = sequence.tokens[: whole * self.allocator.block_size]
@@ -328,6 +341,7 @@ class Scheduler:
 
     def _fork(self, plan: StepPlan) -> None:
         """Starts the forks of prompts that this plan completes: they share all blocks and sample now."""
+        self._chunked = [chunk.sequence for chunk in plan.chunks]
         for chunk in plan.chunks:
             parent = chunk.sequence
             forks = parent.forks if chunk.last else []
@@ -337,6 +351,8 @@ class Scheduler:
             parent.forks = []
             for fork in forks:
                 fork.blocks = self.allocator.fork(parent.blocks)
+                if self.windows is not None:
+                    fork.window_blocks = self.windows.fork(parent.window_blocks)
                 fork.computed, fork.pending = parent.computed, parent.pending
                 fork.charged, fork.resumed = True, parent.resumed
                 self._run(fork)
@@ -504,6 +520,8 @@ class Scheduler:
             known = sequence.tokens[: sequence.computed]
             self.prefixes.insert(sequence.identity, known, sequence.blocks, ended=True)
         self.allocator.release(sequence.blocks)
+        if self.windows is not None:
+            self.windows.release(sequence.window_blocks)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
 

@@ -48,6 +48,8 @@ class Sequence:
         prompt_logprobs: likeliest tokens that steps report of each prompt token but the first; -1 where its
             log-probability is not wanted either.
         record: whether its steps should record expert counts.
+        window_blocks: of layers with a sliding window, where these have their own; `cache.allocator.GONE` for
+            those that the window has left behind.
         slot: row of the per-sequence device state, -1 while it does not run.
         group: data-parallel group that it belongs to.
         biases: what is added to its logits.
@@ -92,6 +94,7 @@ class Sequence:
     pending: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)
     slot: int = -1
     group: int = 0
     preemptions: int = 0

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.tables import BlockTables
 from moejax.ops.kernel_attention import KernelPlan
 from pallas_kernels.work_list import decoded_keys, make_work_list, most_splits
 
@@ -52,30 +52,25 @@ def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
 
 
 def fill(
-    views: dict[str, np.ndarray],
-    plan: StepPlan,
-    key: StepKey,
-    limits: Limits,
-    segments: SegmentLayout,
-    block_ids: np.ndarray,
-    counts: list[int],
+    views: dict[str, np.ndarray], plan: StepPlan, key: StepKey, limits: Limits, tables: BlockTables
 ) -> None:
-    """Writes the plan's fields; the arguments are as in `attention_xla.fill`."""
+    """Writes the plan's fields."""
     size, S, D = limits.block_size, key.rows, len(plan.decodes)
     slots, table, kv_lens = views["slot_mapping"], views["table"], views["kv_lens"]
     slots[:] = -1
     q_lens = np.zeros(len(kv_lens), np.int32)
     q_lens[: S if key.tokens else D] = 1
     for i, (sequence, position) in enumerate(zip(plan.decodes, plan.positions, strict=True)):
-        table[i, : len(sequence.blocks)] = sequence.blocks
+        blocks = tables.of(sequence)
+        table[i, : len(blocks)] = np.maximum(blocks, 0)  # of what a window has left behind, any
         kv_lens[i] = position + 1
         # Rows that have ended are computed as padding and store nothing.
         if i < D - plan.idle:
-            slots[i] = sequence.blocks[position // size] * size + position % size
+            slots[i] = blocks[position // size] * size + position % size
     start, row = S, D
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
-        blocks = chunk.sequence.blocks
-        table[row, : len(blocks)] = blocks
+        blocks = tables.of(chunk.sequence)
+        table[row, : len(blocks)] = np.maximum(blocks, 0)
         positions = np.arange(chunk.start, chunk.start + chunk.count)
         slots[start : start + chunk.count] = np.asarray(blocks)[positions // size] * size + positions % size
         kv_lens[S + row], q_lens[S + row] = chunk.start + chunk.count, chunk.count

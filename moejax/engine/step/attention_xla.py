@@ -9,9 +9,9 @@ from itertools import accumulate
 import jax
 import numpy as np
 
-from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.tables import BlockTables
 from moejax.ops.kv_segments import ChunkPlan, DecodePlan
 from moejax.ops.paged_attention import AttentionPlan, has_plain_chunks, tile_rows
 from moejax.perf.sizes import takes_plain_form
@@ -34,7 +34,7 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     if T:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
-        fields |= {"run_ends": (Z,), "num_tiles": (2,), "table": (S, min(limits.table_width, N))}
+        fields |= {"run_ends": (Z,), "num_tiles": (2,), "table": (S, limits.table_width)}
     return fields
 
 
@@ -55,43 +55,27 @@ def unpack(take: Callable[[str], jax.Array], key: StepKey) -> AttentionPlan:
 
 
 def fill(
-    views: dict[str, np.ndarray],
-    plan: StepPlan,
-    key: StepKey,
-    limits: Limits,
-    segments: SegmentLayout,
-    block_ids: np.ndarray,
-    counts: list[int],
+    views: dict[str, np.ndarray], plan: StepPlan, key: StepKey, limits: Limits, tables: BlockTables
 ) -> None:
-    """Writes the plan's fields.
-
-    Args:
-        block_ids: int64, all blocks of the decoding rows, one row's after another's.
-        counts: how many blocks each row has.
-    """
+    """Writes the plan's fields."""
     if plan.decodes:
-        _decodes(views, plan, limits.block_size, segments, block_ids, counts, key.owners)
+        _decodes(views, plan, limits.block_size, tables, key.owners)
     else:
         views["owner"][...] = -1
     if plan.chunk_tokens:
-        _chunks(views, plan, key.tokens, limits, segments)
+        _chunks(views, plan, key.tokens, limits, tables)
 
 
 def _decodes(
-    views: dict[str, np.ndarray],
-    plan: StepPlan,
-    size: int,
-    segments: SegmentLayout,
-    block_ids: np.ndarray,
-    counts: list[int],
-    owners: int,
+    views: dict[str, np.ndarray], plan: StepPlan, size: int, tables: BlockTables, owners: int
 ) -> None:
     """Fills in where each row writes, and who owns each block that is read."""
-    D = len(plan.decodes)
+    D, block_ids, counts = len(plan.decodes), tables.ids, tables.counts
     positions = np.asarray(plan.positions)
     starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
     W = D - plan.idle  # rows that have ended are computed as padding and store nothing
-    segment, local = segments.locate(block_ids[starts[:W] + positions[:W] // size])
+    first_of = starts[:-1] - tables.firsts  # where each row's table would begin
+    segment, local = tables.segments.locate(block_ids[first_of[:W] + positions[:W] // size])
     order = np.argsort(segment, kind="stable")
     views["write_row"][:W] = order
     views["write_block"][:W] = local[order]
@@ -102,7 +86,7 @@ def _decodes(
     row_of = np.repeat(np.arange(D), counts)
     owner, logical = views["owner"], views["logical"]
     owner[...] = -1
-    logical[block_ids] = np.arange(len(block_ids)) - starts[row_of]
+    logical[block_ids] = np.arange(len(block_ids)) - first_of[row_of]
     if owners == 1:
         owner[block_ids, 0] = row_of
         return
@@ -113,7 +97,7 @@ def _decodes(
 
 
 def _chunks(
-    views: dict[str, np.ndarray], plan: StepPlan, tokens: int, limits: Limits, segments: SegmentLayout
+    views: dict[str, np.ndarray], plan: StepPlan, tokens: int, limits: Limits, tables: BlockTables
 ) -> None:
     """Tiles (parts of one chunk to attend, or chunks in the plain form) and runs (parts of one block to
     write)."""
@@ -124,7 +108,8 @@ def _chunks(
     start, row = 0, len(plan.decodes)
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
-        table[row, : len(sequence.blocks)] = sequence.blocks
+        blocks = tables.of(sequence)
+        table[row, : len(blocks)] = np.maximum(blocks, 0)  # of what a window has left behind, any
         if latent and has_plain_chunks(tokens, latent) and takes_plain_form(latent, chunk.count, end):
             plain.append((start, row, first, chunk.count))
         else:
@@ -133,14 +118,14 @@ def _chunks(
         position = first
         while position < end:
             count = min(size - position % size, end - position)
-            runs.append((sequence.blocks[position // size], start + position - first, position % size, count))
+            runs.append((blocks[position // size], start + position - first, position % size, count))
             position += count
         start, row = start + chunk.count, row + 1 + len(forks)
     views["num_tiles"][:] = len(tiles), len(tiles + plain)
     for name, column in zip(_TILES, np.asarray(tiles + plain, np.int32).T, strict=True):
         views[name][: len(column)] = column
     block, *columns = np.asarray(runs, np.int64).T
-    segment, local = segments.locate(block)
+    segment, local = tables.segments.locate(block)
     order = np.argsort(segment, kind="stable")
     for name, column in zip(_RUNS, (columns[0], local, columns[1], columns[2]), strict=True):
         views[name][: len(runs)] = column[order]

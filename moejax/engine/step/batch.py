@@ -9,8 +9,8 @@ a place for every row's decoded token and then the chunks:
 
 import functools
 import math
+from collections.abc import Container
 from collections.abc import Sequence as Items
-from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.cache.segments import SegmentLayout
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan, StepPlan
@@ -26,6 +27,7 @@ from moejax.engine.step import attention_kernels, attention_xla
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
+from moejax.engine.step.tables import BlockTables
 from moejax.moe.router import Replay
 from moejax.ops.kernel_attention import KernelPlan
 from moejax.ops.paged_attention import AttentionPlan
@@ -44,6 +46,7 @@ class Batch(NamedTuple):
         rope_len: int32 `[S + T]`, sequence length that each token's rotary base is for.
         chunk_token, chunk_position: int32 `[T]`; position -1 for padding.
         attention: which blocks to write and read.
+        window: the same of layers with a sliding window, where these have blocks of their own.
         sampling: the rows' parameters, None for a greedy step without penalties.
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
@@ -63,6 +66,7 @@ class Batch(NamedTuple):
     chunk_token: jax.Array | None
     chunk_position: jax.Array | None
     attention: AttentionPlan | KernelPlan
+    window: AttentionPlan | KernelPlan | None
     sampling: SamplingArrays | None
     bias_token: jax.Array | None
     bias_value: jax.Array | None
@@ -84,6 +88,7 @@ def metadata_of(limits: Limits) -> ModuleType:
 def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Returns (offset, shape) in the buffer by field, and the buffer's length."""
     S, T = key.rows, key.tokens
+    limits = limits._replace(table_width=min(limits.table_width, key.blocks))
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("slot", "token", "position", "logit", "step", "sample"), (S,)
     )
@@ -91,6 +96,9 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
     if T:
         shapes |= dict.fromkeys(("chunk_token", "chunk_position"), (T,))
     shapes |= metadata_of(limits).shapes(key, limits)
+    if limits.window is not None:
+        own = metadata_of(limits).shapes(*limits.of_window(key))
+        shapes |= {WINDOW + name: shape for name, shape in own.items()}
     if not key.mode.greedy or key.mode.penalty:
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
     if key.mode.penalty or (limits.states and T):
@@ -133,8 +141,21 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         replay = Replay(take("replay_ids"), weights)
     # A field that this step has no use for is in no place of the buffer.
     arrays: dict[str, Any] = {name: take(name) if name in fields else None for name in Batch._fields}
-    attention = metadata_of(limits).unpack(take, key)
-    return Batch(**arrays | {"attention": attention, "sampling": sampling, "replay": replay})
+    attention, window = metadata_of(limits).unpack(take, key), None
+    if limits.window is not None:
+        own, _ = limits.of_window(key)
+        window = metadata_of(limits).unpack(lambda name: take(_window_name(name, fields)), own)
+    parts = {"attention": attention, "window": window, "sampling": sampling, "replay": replay}
+    return Batch(**arrays | parts)
+
+
+WINDOW = "window_"
+"""Begins the names of fields that the layers with a sliding window have beside the others' own."""
+
+
+def _window_name(name: str, fields: Container[str]) -> str:
+    """Returns the field that stands for `name` in these layers: some are the batch's."""
+    return WINDOW + name if WINDOW + name in fields else name
 
 
 _SAMPLING_DTYPES = dict.fromkeys(SamplingArrays._fields, jnp.float32)
@@ -158,6 +179,7 @@ class BatchBuilder:
     def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
         self.buckets = buckets
         self.limits = limits
+        self.windows = SegmentLayout.of(limits.window_ends[-1], limits.window_ends) if limits.window else None
         self.replay = replay
         self.warm_modes: list[SamplerMode] = []
         self.warm_prompt_logprobs: list[int] = []
@@ -165,7 +187,7 @@ class BatchBuilder:
 
     def key(self, plan: Plan) -> StepKey:
         """Returns the least bucket that holds a plan."""
-        return self.common([self._key(group, _owned_blocks(group)[0]) for group in plan.groups])
+        return self.common([self._key(group, self._tables(group)) for group in plan.groups])
 
     def build(self, plan: Plan, key: StepKey | None = None) -> tuple[StepKey, np.ndarray]:
         """Returns the bucket and the int32 buffer of a plan; data-parallel groups' buffers follow each other,
@@ -175,26 +197,31 @@ class BatchBuilder:
             key: a bucket that holds the plan; None: the least.
         """
         plans = plan.groups
-        blocks_of = [_owned_blocks(plan) for plan in plans]
+        tables_of = [self._tables(plan) for plan in plans]
         if key is None:
-            key = self.common(
-                [self._key(plan, blocks) for plan, (blocks, _) in zip(plans, blocks_of, strict=True)]
-            )
+            key = self.common([self._key(*both) for both in zip(plans, tables_of, strict=True)])
         length = layout(key, self.limits)[1]
         buffer = np.zeros(len(plans) * length, np.int32)
-        for i, (plan, (block_ids, counts)) in enumerate(zip(plans, blocks_of, strict=True)):
-            self._fill(buffer[i * length : (i + 1) * length], plan, key, block_ids, counts)
+        for i, (plan, tables) in enumerate(zip(plans, tables_of, strict=True)):
+            self._fill(buffer[i * length : (i + 1) * length], plan, key, tables)
         return key, buffer
 
-    def _key(self, plan: StepPlan, block_ids: np.ndarray) -> StepKey:
-        rows, D = plan.sequences, len(plan.decodes)
-        highest = int(block_ids.max()) if D else 0
-        highest = max([highest, *(max(chunk.sequence.blocks) for chunk in plan.chunks)])
+    def _tables(self, plan: StepPlan) -> list[BlockTables]:
+        """Returns the tables of all tokens, and those of the window where there are any."""
+        tables, window = [BlockTables(plan, self.buckets.segments)], self.limits.window
+        if window is not None:
+            assert self.windows is not None
+            tables.append(BlockTables(plan, self.windows, window, self.limits.block_size))
+        return tables
+
+    def _key(self, plan: StepPlan, tables: list[BlockTables]) -> StepKey:
+        rows, owned = plan.sequences, tables[0].ids
         # Kernels read through block tables, which do not care who else has a block.
-        shared = int(np.bincount(block_ids).max()) if D and self.limits.kernels == "xla" else 1
+        shared = int(np.bincount(owned).max()) if len(owned) and self.limits.kernels == "xla" else 1
         tokens = plan.chunk_tokens
         computed = max(tokens, plan.min_tokens) if tokens else 0
-        segments = self.buckets.segments_for(highest + 1, tokens)
+        # Of a window's blocks a step reads as many, see `Limits.of_window`.
+        segments = self.buckets.segments_for(max(table.end for table in tables), tokens)
         return StepKey(
             rows=self.buckets.rows_for(len(rows), tokens),
             tokens=self.buckets.tokens_for(computed),
@@ -212,9 +239,7 @@ class BatchBuilder:
         largest = StepKey(*map(max, *keys))
         return largest._replace(mode=self._compiled(common_mode({key.mode for key in keys})))
 
-    def _fill(
-        self, buffer: np.ndarray, plan: StepPlan, key: StepKey, block_ids: np.ndarray, counts: list[int]
-    ) -> None:
+    def _fill(self, buffer: np.ndarray, plan: StepPlan, key: StepKey, tables: list[BlockTables]) -> None:
         """Writes a plan into its part of the buffer, all zero before."""
         rows = plan.sequences
         fields, _ = layout(key, self.limits)
@@ -225,7 +250,10 @@ class BatchBuilder:
         self._rows(views, plan, rows)
         if key.tokens:
             self._chunks(views, plan, key)
-        metadata_of(self.limits).fill(views, plan, key, self.limits, self.buckets.segments, block_ids, counts)
+        metadata_of(self.limits).fill(views, plan, key, self.limits, tables[0])
+        if self.limits.window is not None:
+            own = {name.removeprefix(WINDOW): view for name, view in views.items() if name.startswith(WINDOW)}
+            metadata_of(self.limits).fill(own, plan, *self.limits.of_window(key), tables[1])
         if "seed" in views:
             _fill_sampling(views, rows)
         if "seen_as" in views:
@@ -240,7 +268,9 @@ class BatchBuilder:
         fields, length = layout(key, self.limits)
         buffer = np.zeros(length, np.int32)
         blank = {"slot": self.limits.slots, "position": -1, "chunk_position": -1}
-        for name, value in (blank | metadata_of(self.limits).BLANK).items():
+        of_attention = metadata_of(self.limits).BLANK
+        blank |= of_attention | {WINDOW + name: value for name, value in of_attention.items()}
+        for name, value in blank.items():
             if name in fields:
                 offset, shape = fields[name]
                 buffer[offset : offset + math.prod(shape)] = value
@@ -309,13 +339,6 @@ class BatchBuilder:
             start, row = start + chunk.count, row + 1 + len(forks)
         # Static batching's padding is computed like a token, though it has no place in the cache.
         views["chunk_position"][start : plan.min_tokens] = 0
-
-
-def _owned_blocks(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
-    """Returns all blocks of the decoding rows, int64, one row's after another's; and how many each has."""
-    counts = [len(s.blocks) for s in plan.decodes]
-    blocks = chain.from_iterable([s.blocks for s in plan.decodes])
-    return np.fromiter(blocks, np.int64, sum(counts)), counts
 
 
 def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:

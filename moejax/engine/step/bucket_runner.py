@@ -137,6 +137,8 @@ class BucketRunner(ABC):
             kv_heads=kv_heads,
             context=min(cache.max_model_len, max(w or cache.max_model_len for w in model.sliding_windows)),
             queries=queries,
+            window=cache.window,
+            window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         self.capture = RoutingRecorder(model) if config.capture_routing else None
@@ -157,7 +159,7 @@ class BucketRunner(ABC):
 
     @abstractmethod
     def _copier(self, segments: int) -> Any:
-        """Returns the compiled program that copies blocks within the first `segments` segments."""
+        """Returns the compiled programs that copy blocks within the first `segments` segments of a pool."""
 
     @abstractmethod
     def _mover(self, z: int, saving: bool) -> Any:
@@ -253,6 +255,11 @@ class BucketRunner(ABC):
         if self._one_segment:
             config = dataclasses.replace(config, block_buckets=[num_blocks])
         return Buckets.of(config, num_blocks)
+
+
+def _ends_up_to(ends: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """Returns the ends of segments that hold fewer blocks, and `blocks` itself; none without blocks."""
+    return (*(end for end in ends if end < blocks), blocks) if blocks else ()
 
 
 def is_sampled(output: PagedOutput) -> bool:

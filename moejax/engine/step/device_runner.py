@@ -1,15 +1,17 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.cache.pool import BlockPool, Pages
+from moejax.cache.segments import SegmentLayout
 from moejax.cache.store import BlockStore
-from moejax.core.config import EngineConfig
+from moejax.core.config import CacheKind, EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.batch import layout
@@ -81,25 +83,54 @@ class DeviceRunner(BucketRunner):
         super().__init__(
             model, config, cache, ledger, kernels, replay, place=self.place, store_slots=store_slots
         )
-        self.pool = BlockPool(
-            model,
-            self.buckets.segments,
+        self.pool = self._make_pool("blocks", self.buckets.segments)
+        self.windows = None
+        if self.builder.windows is not None:
+            self.windows = self._make_pool("window", self.builder.windows)
+        self.store = BlockStore(store_slots * self.groups)
+        self.reset()
+
+    def _make_pool(self, kind: CacheKind, segments: SegmentLayout) -> BlockPool:
+        """Returns the blocks of its layers of one kind."""
+        cache = self.cache
+        return BlockPool(
+            self.functions.config,
+            segments,
             cache.block_size,
             jnp.dtype(cache.dtype),
             transposed_keys=not self._one_segment,
-            slots=config.max_num_seqs,
+            slots=self.config.max_num_seqs,
+            kinds=self.functions.config.cache_kinds(cache.window),
+            kind=kind,
             place=self.place,
         )
-        self.store = BlockStore(store_slots * self.groups)
-        self.reset()
 
     @property
     def pools(self) -> list[BlockPool]:
         """The blocks of its cache."""
-        return [self.pool]
+        return [self.pool] if self.windows is None else [self.pool, self.windows]
+
+    def segments(self, key: StepKey) -> list[tuple[BlockPool, int]]:
+        """Returns of how many segments of each pool a step reads and writes."""
+        parts = [(self.pool, self.limits.segment_ends.index(key.blocks) + 1)]
+        if self.windows is not None:
+            own, limits = self.limits.of_window(key)
+            parts.append((self.windows, limits.segment_ends.index(own.blocks) + 1))
+        return parts
+
+    def take_pages(self, key: StepKey) -> Pages:
+        """Returns a step's segments; `put_pages` must follow."""
+        return tuple(chain.from_iterable(pool.take(count) for pool, count in self.segments(key)))
+
+    def put_pages(self, key: StepKey, pages: Pages) -> None:
+        """Takes back what a step has made of its segments."""
+        for pool, count in self.segments(key):
+            pool.put(pages[:count])
+            pages = pages[count:]
 
     def reset(self) -> None:
-        self.pool.reset()
+        for pool in self.pools:
+            pool.reset()
         self.store.reset()
         self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
         self._seen: jax.Array | None = None
@@ -111,8 +142,7 @@ class DeviceRunner(BucketRunner):
             CompileError: the step is not compiled, and may not be any more (`engine.strict_compile`).
         """
         self.move(plan)
-        if any(part.copies for part in plan.groups):
-            self._copy([part.copies for part in plan.groups])
+        self.copy_blocks(plan)
         key, buffer = self.builder.build(plan)
         return Launched(key, Rows.of(plan, key), self._run(key, buffer))
 
@@ -175,10 +205,9 @@ class DeviceRunner(BucketRunner):
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         step = self.program(key)
-        pages = self.pool.take(self.limits.segment_ends.index(key.blocks) + 1)
-        given = DeviceState(pages, self.pool.take_states(), self.last, self._seen_of(key))
+        given = DeviceState(self.take_pages(key), self.pool.take_states(), self.last, self._seen_of(key))
         state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
-        self.pool.put(state.pages)
+        self.put_pages(key, state.pages)
         self.pool.states = state.states
         self.last = state.last
         if key.mode.penalty:
@@ -229,11 +258,11 @@ class DeviceRunner(BucketRunner):
     def _shapes(self, key: StepKey) -> tuple[Any, DeviceState, Any]:
         """Returns the shapes of a step's weights, state and buffer."""
         slots, struct = self.limits.slots + 1, self.place.struct
-        pages = self.pool.shapes(self.limits.segment_ends.index(key.blocks) + 1)
+        pages = chain.from_iterable(pool.shapes(count) for pool, count in self.segments(key))
         vocab_size = self.functions.config.vocab_size
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
         states = self.pool.make_states(struct)
-        state = DeviceState(cast(Any, pages), states, struct((slots,), jnp.int32), seen)
+        state = DeviceState(tuple(pages), states, struct((slots,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
@@ -244,8 +273,12 @@ class DeviceRunner(BucketRunner):
         return shapes_of(leaves)
 
     def _copier(self, segments: int) -> Any:
-        """Returns the compiled program that copies blocks within the first `segments` segments."""
-        most = self.limits.slots
+        return [self._copier_of(pool, segments) for pool in self.pools]
+
+    def _copier_of(self, pool: BlockPool, segments: int) -> Any:
+        """Returns the compiled program that copies blocks within the first segments of a pool."""
+        most, segments = self.limits.slots, min(segments, len(pool.layout.ends))
+        blocks = pool.layout.ends[segments - 1]
 
         def build() -> jax.stages.Wrapped:
             def copy(pages: Pages, pairs: jax.Array) -> Pages:
@@ -261,12 +294,21 @@ class DeviceRunner(BucketRunner):
             return self.place.compiled(copy, shapes(), donate=0, output=False)
 
         def shapes() -> tuple[Any, ...]:
-            return self.pool.shapes(segments), self.place.struct((2 * most + 1,), jnp.int32)
+            return pool.shapes(segments), self.place.struct((2 * most + 1,), jnp.int32)
 
-        return self.ledger.get("copy", CopyKey(self.limits.segment_ends[segments - 1]), build, shapes)
+        name = "copy" if pool is self.pool else "copy in windows"
+        return self.ledger.get(name, CopyKey(blocks), build, shapes)
 
-    def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copies each group's blocks, in order, before the step that writes into the copies."""
+    def copy_blocks(self, plan: Plan) -> None:
+        """Copies shared blocks before the step that writes into the copies."""
+        groups = plan.groups
+        copies = [part.copies for part in groups], [part.window_copies for part in groups]
+        for pool, mine in zip(self.pools, copies, strict=False):
+            if any(mine):
+                self._copy(pool, mine)
+
+    def _copy(self, pool: BlockPool, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copies each group's blocks of one pool, in order."""
         most = self.limits.slots
         for at in range(0, max(map(len, copies)), most):
             pairs = np.zeros((len(copies), 2 * most + 1), np.int32)
@@ -275,5 +317,7 @@ class DeviceRunner(BucketRunner):
                 row[: 2 * most].reshape(2, most)[:, : len(part)] = part.T
                 row[2 * most] = len(part)
             segments = self.buckets.segments_for(int(pairs[:, : 2 * most].max()) + 1)
-            copier = self._copier(segments)
-            self.pool.put(copier(self.pool.take(segments), self.place.put(pairs.reshape(-1))))
+            copier = self._copier_of(pool, segments)
+            pool.put(
+                copier(pool.take(min(segments, len(pool.layout.ends))), self.place.put(pairs.reshape(-1)))
+            )

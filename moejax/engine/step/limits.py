@@ -14,12 +14,16 @@ class CacheSpec(NamedTuple):
         block_size: tokens in a block.
         max_model_len: tokens of the longest sequence, prompt and output together.
         dtype: what keys and values are stored in.
+        window: tokens that layers with a sliding window keep, in `window_blocks` blocks of their own; None:
+            all.
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     dtype: str
+    window: int | None = None
+    window_blocks: int = 0
 
 
 class StepKey(NamedTuple):
@@ -62,6 +66,8 @@ class Limits(NamedTuple):
         context: the most keys that a query reads in any layer.
         queries: the most of a sequence whose context is cut. These are for kernels only, see
             `pallas_kernels.work_list`.
+        window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
+        window_ends: blocks before the end of each of their segments.
     """
 
     slots: int
@@ -76,3 +82,12 @@ class Limits(NamedTuple):
     kv_heads: int = 1
     context: int = 1
     queries: int = 1
+    window: int | None = None
+    window_ends: tuple[int, ...] = ()
+
+    def of_window(self, key: StepKey) -> "tuple[StepKey, Limits]":
+        """Returns a step's shape and the limits as the layers with a sliding window have them."""
+        assert self.window is not None
+        segments = min(self.segment_ends.index(key.blocks) + 1, len(self.window_ends))
+        limits = self._replace(segment_ends=self.window_ends, context=min(self.context, self.window))
+        return key._replace(blocks=self.window_ends[segments - 1]), limits

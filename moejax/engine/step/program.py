@@ -100,8 +100,9 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        slots = batch.slot, batch.seen_as
-        cache = PagedCache(state.pages, state.states, *slots, batch.attention, limits.kernels)
+        slots, plans = (batch.slot, batch.seen_as), (batch.attention, batch.window)
+        kinds = self.config.cache_kinds(limits.window)
+        cache = PagedCache(state.pages, state.states, *slots, *plans, kinds, limits.kernels)
         x, cache, traces = run_layers(model, x[:, None], batch, cache)
         state = state._replace(pages=cache.pages, states=cache.states)
         counts = overflow = None
