@@ -135,6 +135,8 @@ def _memory(llm: LLM, kind: str) -> str:
     declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
     stages = [stage.stage for stage in llm.stages]
     sizes: Any = {"num_blocks": cache.num_blocks, "block_size": cache.block_size, "dtype": cache.dtype}
+    sizes |= {"window": cache.window, "window_blocks": cache.window_blocks}
+    sizes |= {"sequences": llm.engine_config.max_num_seqs + 1}
     held = largest(device_memory(model, parallel, declared, **sizes, stages=stages))
     # A step's widest arrays: inputs, hidden values and outputs of all assignments; float32 logits.
     rows, D, F = llm.engine_config.max_num_seqs, model.hidden_size, model.moe_intermediate_size

@@ -55,6 +55,8 @@ def device_memory(
     num_blocks: int,
     block_size: int,
     sequences: int = 0,
+    window: int | None = None,
+    window_blocks: int = 0,
     dtype: str | None = None,
     stages: Sequence[Sequence[int]] | None = None,
 ) -> list[StageMemory]:
@@ -67,6 +69,8 @@ def device_memory(
         num_blocks: cache blocks of each data group.
         block_size: tokens in a block.
         sequences: whose states are held, of each data group; an engine's are one more than run at a time.
+        window: tokens that layers with a sliding window keep, in `window_blocks` blocks of their own, of each
+            data group; None: all.
         dtype: of the cache, "int8" and 8-bit floats with their scales; None is the configuration's.
         stages: layers of each stage; None: all in one stage.
 
@@ -80,8 +84,11 @@ def device_memory(
             f"parallel.pp={parallel.pp}: stages {parts} do not hold the {model.num_layers} layers in order"
         )
     token_bytes = kv_token_bytes(model, dtype or model.dtype, parallel.kv_split(model.num_kv_heads))
-    pages, state = num_blocks * block_size * token_bytes, sequences * state_bytes(model, parallel.tensor_size)
-    held = [pages if paged else state for paged in model.paged_layers]
+    pages, of_window = num_blocks * block_size * token_bytes, window_blocks * block_size * token_bytes
+    state = sequences * state_bytes(model, parallel.tensor_size)
+    held = [
+        {"blocks": pages, "window": of_window, "state": state}[kind] for kind in model.cache_kinds(window)
+    ]
     weight_bytes = [[0, 0] for _ in parts]
     for name, spec in specs.items():
         size = tensor_bytes(name, spec, model, parallel)

@@ -61,9 +61,9 @@ class Copies(Counter[str]):
         super().__init__()
         make = llm.runner._copy
 
-        def copy(by_group: Any) -> None:
+        def copy(pool: Any, by_group: Any) -> None:
             self["copies"] += sum(map(len, by_group))
-            make(by_group)
+            make(pool, by_group)
 
         monkeypatch.setattr(llm.runner, "_copy", copy)
 

@@ -362,7 +362,8 @@ def test_errors_are_one_line(build: Any) -> None:
 
 
 def test_the_cache_is_as_large_as_the_largest_stage_allows(build: Any) -> None:
-    engine = dataclasses.replace(ENGINE, num_blocks=None, kv_cache_memory_gb=1e-4, block_buckets=None)
+    sizes = {"num_blocks": None, "kv_cache_memory_gb": 1e-4, "block_buckets": None, "window_cache": "full"}
+    engine = dataclasses.replace(ENGINE, **sizes)
     one, two = build(engine=engine), build(engine=engine, pp=2)
     blocks = [llm.engine.scheduler.allocator.num_blocks for llm in (one, two)]
     # 2 of 3 layers are in the largest stage; keys and values of 4 heads of 8 float32, blocks of 4.

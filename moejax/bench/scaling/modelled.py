@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from moejax.bench.scaling.config import ScalingSection
+from moejax.cache.allocator import window_blocks
 from moejax.core.config import ModelConfig
 from moejax.core.hardware import Hardware
 from moejax.core.parallel import ParallelConfig, check_parallel
@@ -31,6 +32,8 @@ def layout_row(
     groups = parallel.data_groups
     sequences = math.ceil(section.batch_size / groups)
     blocks = sequences * math.ceil((section.context_len + 1) / block_size)
+    windows = [window for window in model.sliding_windows if window and window < section.context_len]
+    window = max(windows, default=None)
     stages = device_memory(
         model,
         parallel,
@@ -38,6 +41,8 @@ def layout_row(
         num_blocks=blocks,
         block_size=block_size,
         sequences=sequences + 1,
+        window=window,
+        window_blocks=window_blocks(window, block_size, sequences, 0, blocks) if window else 0,
         stages=split_layers(model, parallel.pp, parallel.stage_layers),
     )
     memory = largest(stages)

@@ -185,7 +185,7 @@ def cache_blocks(
     def words(blocks: int) -> str:
         """Returns how much a device holds with so many blocks."""
         own = blocks_of_window(engine, window, blocks)
-        windows = f" and {byte_words(own * own_size)} of windows, {own} blocks of their own" if own else ""
+        windows = f" and {byte_words(own * own_size)} of windows ({own} blocks)" if own else ""
         return f"{byte_words(blocks * size)}{windows} a device{beside}"
 
     if engine.num_blocks is not None:
