@@ -44,6 +44,12 @@ alone, never do. A call without a cache makes them always. Under tensor parallel
 latents whole (`experiments.scaling` says what a split by tokens would save). `kv_b_proj` stays in full
 precision unless a rule of `quant.rules` names it.
 
+Layers with a sliding window keep its tokens only, in blocks and tables of their own (`engine.window_cache`):
+a block that no later query sees is given up at once, so that a sequence holds `ceil((window - 1) / block_size)
++ 2` of them at most beside its prompt's newest chunk, whatever its length. They are enough for
+`max_num_seqs` sequences, so that none waits for one. `full` keeps all tokens and masks them, as does `auto`
+where a prefix cache or swapping wants all tokens of a sequence.
+
 Layers with linear attention (`minimax`) keep a state of fixed size a sequence and no keys and values:
 float32 arrays `[max_num_seqs + 1, heads, head_dim, head_dim]` a layer beside the pages, split over the
 tensor axis as heads are, donated to steps as the sampler's state is, and read and written by a row's slot.
