@@ -45,8 +45,8 @@ latents whole (`experiments.scaling` says what a split by tokens would save). `k
 precision unless a rule of `quant.rules` names it.
 
 Layers with a sliding window keep its tokens only, in blocks and tables of their own (`engine.window_cache`):
-a block that no later query sees is given up at once, so that a sequence holds `ceil((window - 1) / block_size)
-+ 2` of them at most beside its prompt's newest chunk, whatever its length. They are enough for
+a block that no later query sees is given up at once, so that beside its prompt's newest chunk a
+sequence holds `ceil((window - 1) / block_size) + 2` of them at most, whatever its length. They are enough for
 `max_num_seqs` sequences, so that none waits for one. `full` keeps all tokens and masks them, as does `auto`
 where a prefix cache or swapping wants all tokens of a sequence.
 

@@ -1,4 +1,4 @@
-"""Layers with a sliding window keep its tokens only: every request gives what it gives where they keep all."""
+"""Layers with a sliding window keep its tokens only: requests give what they give where all are kept."""
 
 import dataclasses
 import re

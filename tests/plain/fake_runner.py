@@ -18,7 +18,7 @@ class FakeRunner:
         num_blocks, block_size: of the cache.
         vocab_size: tokens are drawn from [0, vocab_size).
         fail_at: launches (counted from 0) that raise `RuntimeError`, to test what the engine does then.
-        window: tokens that sequences keep in window blocks beside, which must be what the others hold of them.
+        window: tokens that sequences keep in blocks of windows, which must hold what the others hold of them.
     """
 
     def __init__(
