@@ -5,6 +5,32 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class RebalanceEvent:
+    """One decision of whether experts move (`engine.rebalance`).
+
+    Attributes:
+        step, time: the step that it followed, and the instant, `time.perf_counter()` seconds.
+        applied, reason: whether weights were moved; "moved", or why not.
+        before, after: load of the heaviest device over the mean, in the mean over layers, by the window's load.
+        replicated, removed: replicas that experts got, and lost, over all layers.
+        moved, bytes_moved: experts' weights that went to another device, and their bytes.
+        seconds: that it took, moving included.
+    """
+
+    step: int
+    time: float
+    applied: bool
+    reason: str
+    before: float
+    after: float
+    replicated: int
+    removed: int
+    moved: int
+    bytes_moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One engine step.
 
@@ -20,6 +46,7 @@ class StepRecord:
         used_blocks, num_blocks: of the cache, when it was scheduled.
         stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
         preempted: sequences that lost their blocks while it was scheduled.
+        rebalance: what was decided after it, if anything was to be.
     """
 
     time: float
@@ -35,6 +62,7 @@ class StepRecord:
     stored_tokens: int
     preempted: int
     left_waiting: int = 0
+    rebalance: RebalanceEvent | None = None
 
     @property
     def tokens(self) -> int:
@@ -45,7 +73,8 @@ class StepRecord:
 @dataclass
 class EngineStats:
     """Sums over all steps since the start or the last `reset`; `retried_requests` counts how often a request
-    of a failed step was computed again (`engine.retries`)."""
+    of a failed step was computed again (`engine.retries`), and `rebalance_decisions` how often it was looked
+    whether experts should move; they did `rebalances` times."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -58,6 +87,11 @@ class EngineStats:
     max_used_blocks: int = 0
     failed_steps: int = 0
     retried_requests: int = 0
+    rebalance_decisions: int = 0
+    rebalances: int = 0
+    rebalance_bytes: int = 0
+    rebalance_seconds: float = 0.0
+    last_rebalance: RebalanceEvent | None = field(default=None, repr=False)
     last: StepRecord | None = field(default=None, repr=False)
 
     def add(self, record: StepRecord) -> None:
@@ -71,6 +105,12 @@ class EngineStats:
         self.max_waiting = max(self.max_waiting, record.waiting)
         self.max_used_blocks = max(self.max_used_blocks, record.used_blocks)
         self.last = record
+        if (event := record.rebalance) is not None:
+            self.rebalance_decisions += 1
+            self.rebalances += event.applied
+            self.rebalance_bytes += event.bytes_moved
+            self.rebalance_seconds += event.seconds
+            self.last_rebalance = event
 
     @property
     def padding_waste(self) -> float:

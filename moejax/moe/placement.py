@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moejax.core.errors import ConfigError
 from moejax.moe.eplb import Floats, Ints, count, hierarchical, part_loads
-from moejax.moe.placement_moves import moved_slots, settle
+from moejax.moe.placement_moves import adjust, moved_slots, settle
 
 _MAX_LOAD = 1e100  # larger ones could not be added up
 
@@ -220,6 +220,31 @@ def plan_placement(
         limit = part_loads(values, slots, devices).max(axis=1) * (1.0 + min_gain)
         slots = settle(slots, keep.physical_to_logical, values, limit, devices, nodes, groups)
     return Placement(slots, E, devices)
+
+
+def adjust_placement(
+    loads: ArrayLike, keep: Placement, *, replicate_above: float, remove_below: float, min_gain: float
+) -> Placement:
+    """Changes a placement in use a little: `keep` itself in each layer where that gains too little.
+
+    The expert with the most load a replica gets another one while that load is above `replicate_above` times
+    the mean of its layer's experts. It takes, on the lightest device without that expert, the slot of a
+    replica with less than `remove_below` times the mean, of an expert that has others. Then experts of the
+    heaviest device and another are swapped, the best swap first, until it is within `min_gain` of the mean.
+
+    Args:
+        loads: `[L, E]`, counted, finite and >= 0.
+        min_gain: the least share by which a layer's heaviest device must get lighter.
+
+    Raises:
+        ConfigError: loads that are not finite or negative, or of other layers or experts than `keep`.
+    """
+    values, old, devices = _checked_loads(loads), keep.physical_to_logical, keep.devices
+    _require_same("keep", keep, *values.shape, devices)
+    new = adjust(old, values, devices, replicate_above, remove_below, min_gain)
+    before, after = (part_loads(values, slots, devices).max(axis=1) for slots in (old, new))
+    gains = (after < before) & (after <= before * (1.0 - min_gain))
+    return Placement(np.where(gains[:, None], new, old), keep.num_experts, devices)
 
 
 def _require_same(name: str, placement: Placement, layers: int, experts: int, devices: int) -> None:

@@ -1,6 +1,6 @@
 """A new placement that moves few weights from the one in use, and is as balanced as asked.
 
-Arrays only: `placement.plan_placement(keep=…)` is the interface. Host only: numpy and scipy, no JAX.
+Arrays only: `placement.plan_placement(keep=…)` and `adjust_placement` are the interface. Host only: numpy and scipy, no JAX.
 
 Axes: L layers, E experts, P physical slots = devices · slots a device; a row is a node of a layer.
 """
@@ -63,6 +63,26 @@ def settle(new: Ints, old: Ints, loads: Floats, limit: Floats, devices: int, nod
         take = (heaviest <= limit[layers]) & (moves < moved[layers])
         best[layers[take]], moved[layers[take]] = candidate[take], moves[take]
     return _align(best, old, devices)
+
+
+def adjust(old: Ints, loads: Floats, devices: int, above: float, below: float, slack: float) -> Ints:
+    """Returns `old` `[L, P]` with other replicas, then swaps until the heaviest device is within `slack` of
+    the mean; see `placement.adjust_placement`."""
+    slots = old.copy()
+    device = np.arange(old.shape[1]) // (old.shape[1] // devices)
+    for table, load in zip(slots, loads, strict=True):
+        while load.any():
+            copies = count(table[None], len(load))[0]
+            share = load / copies
+            hottest = share.argmax()
+            free = (copies[table] > 1) & (share[table] < below * load.mean())
+            free &= ~np.isin(device, device[table == hottest])
+            if share[hottest] <= above * load.mean() or not free.any():
+                break
+            on_device = np.bincount(device, share[table])
+            table[np.where(free, on_device[device], np.inf).argmin()] = hottest
+    limit = loads.sum(1) / devices * (1.0 + slack)
+    return _align(_swapped(slots, loads, limit, devices), old, devices)
 
 
 def _node_of_groups(old: Ints, num_experts: int, nodes: int, groups: int) -> Ints:

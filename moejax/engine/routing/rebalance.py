@@ -18,6 +18,7 @@ from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
+from moejax.engine.routing.automatic import Rebalancer
 from moejax.engine.routing.expert_counts import LoadWindow
 from moejax.engine.step.bucket_runner import BucketRunner
 from moejax.models.decoder import Decoder
@@ -127,30 +128,70 @@ def rebalance(
         min_gain=min_gain,
     )
     comparison = compare(old, new, sparse, bytes_per_expert=bytes_per_expert(stages))
-    applied = apply_placement(stages, old, new)
-    for functions, stage in zip(weights.functions, stages, strict=True):
-        functions.leaves[:] = type(functions)(stage).leaves
+    applied = apply_placement(weights, old, new)
     return Rebalanced(comparison, time.perf_counter() - start, applied)
 
 
-def apply_placement(stages: Sequence[Decoder], old: Placement, new: Placement) -> bool:
+def automatic(resolved: ResolvedEngine, weights: Weights, runner: BucketRunner) -> Rebalancer:
+    """Returns what decides for `engine.rebalance`; from now on every step counts its load."""
+    config, stages, devices = resolved.engine.rebalance, weights.stages, resolved.parallel.ep
+    window = track_load(runner, resolved.config, config.window_steps or config.every_steps)
+    for moe, replicas in expert_layers(stages)[:1]:
+        for array in moe.experts.arrays() if isinstance(weights.functions[0].leaves[0], jax.Array) else ():
+            # Compiled here, not while requests wait for the first move.
+            jax.block_until_ready(_taken(array[...], np.arange(replicas.num_physical, dtype=np.int32)))
+    return Rebalancer(
+        config,
+        window,
+        np.asarray(resolved.config.moe_layers),
+        placement=lambda: current_placement(stages, devices),
+        move=lambda old, new: apply_placement(weights, old, new),
+        bytes_per_expert=bytes_per_expert(stages),
+    )
+
+
+def apply_placement(weights: Weights, old: Placement, new: Placement) -> bool:
     """Moves the experts' weights from where `old` has them to where `new` does, both of the layers with
-    experts, in order. Returns whether any had to move."""
-    moved = []
-    for number, (moe, replicas) in enumerate(expert_layers(stages)):
-        was, now = old.physical_to_logical[number], new.physical_to_logical[number]
-        if np.array_equal(was, now):
-            continue
-        source = sources(was, now, new.slots_per_device)
-        for array in moe.experts.arrays():
-            array.set_value(_taker(array[...].sharding)(array[...], source))
-            moved.append(array[...])
-        for table, value in zip(
-            (replicas.physical, replicas.count), tables(now, new.num_experts), strict=True
-        ):
-            table.set_value(jax.device_put(value, table[...].sharding))
-    jax.block_until_ready(moved)
-    return bool(moved)
+    experts, in order. Returns whether any had to move.
+
+    Layer by layer, so that one layer's experts are there twice at a time. Where one cannot be moved, those
+    before it are moved back.
+    """
+    layers = expert_layers(weights.stages)
+    places = zip(layers, old.physical_to_logical, new.physical_to_logical, strict=True)
+    changed = [each for each in places if not np.array_equal(*each[1:])]
+    for number, (layer, was, now) in enumerate(changed):
+        try:
+            _move(weights, *layer, was, now, new.slots_per_device)
+        except BaseException:
+            for before, there, here in changed[:number]:
+                _move(weights, *before, here, there, new.slots_per_device)
+            raise
+    return bool(changed)
+
+
+def _move(
+    weights: Weights,
+    moe: MoELayer,
+    replicas: ReplicaTable,
+    was: np.ndarray,
+    now: np.ndarray,
+    slots_per_device: int,
+) -> None:
+    """Moves one layer's experts: weights and tables together, or neither."""
+    source = sources(was, now, slots_per_device)
+    variables = [*moe.experts.arrays(), replicas.physical, replicas.count]
+    before = [variable[...] for variable in variables]
+    after = [_taken(array, source) for array in before[:-2]]
+    for array, table in zip(before[-2:], tables(now, replicas.num_experts), strict=True):
+        after.append(jax.device_put(table, array.sharding))
+    jax.block_until_ready(after)
+    replaced = {id(array): value for array, value in zip(before, after, strict=True)}
+    for variable, value in zip(variables, after, strict=True):
+        variable.set_value(value)
+    for functions in weights.functions:
+        functions.leaves[:] = [replaced.pop(id(leaf), leaf) for leaf in functions.leaves]
+    assert not replaced, "the steps' leaves are the module's arrays"
 
 
 def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:
@@ -162,6 +203,10 @@ def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarr
         # Far ones are spread over the replicas, so that not all read from one device.
         taken_from[slot] = near[0] if len(near) else holders[slot % len(holders)]
     return taken_from
+
+
+def _taken(array: jax.Array, source: np.ndarray) -> jax.Array:
+    return _taker(array.sharding)(array, source)
 
 
 @functools.lru_cache(maxsize=64)
