@@ -15,7 +15,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
         lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
     ("engine.moe", "grouped_matmul block_rows",
         lambda c: c.engine.moe.execution != "grouped", "for execution=grouped"),
-    ("engine.rebalance", "*", lambda c: not c.engine.rebalance.every_steps, "engine.rebalance.every_steps is 0"),
+    ("engine.rebalance", "*", lambda c: not c.engine.rebalance.every_steps, "every_steps is 0"),
     ("parallel", "attention exchange", lambda c: c.parallel.ep == 1, "for ep above 1"),
     ("parallel", "exchange_capacity overlap_shared dispatch_microbatches",
         lambda c: c.parallel.ep == 1 or c.parallel.attention == "tensor", "no tokens are exchanged"),

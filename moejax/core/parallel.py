@@ -167,22 +167,19 @@ def check_rebalance(
     refusals = {
         "a model without experts": not any(model.moe_layers),
         "experts on one device: parallel.ep=1": parallel.ep == 1,
-        "parallel.redundant_experts=0: replicas need slots, at best one a device "
-        f"(parallel.redundant_experts={-model.num_experts % parallel.ep or parallel.ep})": (
-            not parallel.redundant_experts
-        ),
+        "parallel.redundant_experts=0: replicas need slots": not parallel.redundant_experts,
         "parallel.exchange_capacity: what is dropped depends on where experts are": (
             parallel.exchange_capacity is not None
         ),
-        f"experts over {parallel.expert_nodes} nodes (parallel.nodes), whose groups it would part: use "
-        "LLM.rebalance": parallel.expert_nodes > 1,
+        f"parallel.nodes={parallel.nodes}: it would part groups; LLM.rebalance does not": (
+            parallel.expert_nodes > 1
+        ),
         f"{processes} processes: use LLM.rebalance": processes > 1,
     }
     for reason, holds in refusals.items():
         if rebalance.every_steps and holds:
-            raise ConfigError(
-                f"engine.rebalance.every_steps={rebalance.every_steps} does not go with {reason}"
-            )
+            steps = rebalance.every_steps
+            raise ConfigError(f"engine.rebalance.every_steps={steps} does not go with {reason}")
 
 
 PRESETS: dict[str, ParallelConfig] = {

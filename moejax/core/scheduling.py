@@ -77,22 +77,20 @@ class SchedulingConfig(Checked, section="engine.scheduling"):
 
 @dataclass(frozen=True)
 class RebalanceConfig(Checked, section="engine.rebalance"):
-    """When a running engine moves experts between devices by itself, see `placement.adjust_placement`.
+    """When a running engine moves experts by itself, see `moejax.moe.placement.adjust_placement`.
 
     Attributes:
-        every_steps: steps from one decision to the next; 0: none is taken.
-        window_steps: latest steps whose load is looked at; None: those since the last decision.
+        every_steps: steps from one decision to the next, and whose load it goes by; 0: none is taken.
         replicate_above: an expert gets a replica while each of its own has more than this times the mean load
             of its layer's experts.
-        remove_below: that replica takes the slot of one that has less than this times the mean. At most half
-            of `replicate_above`: the replicas left must not be as loaded as one that gets another.
+        remove_below: the replica takes the slot of one with less than this times the mean. At most half of
+            `replicate_above`, or what is left of two would be as loaded as one that gets another.
         min_gain: a layer is left as it is unless its heaviest device gets lighter by this share, and worked
             on until that device is within this share of the mean.
         cooldown_steps: steps after a move in which no other is made.
     """
 
     every_steps: NonNegativeInt = 0
-    window_steps: PositiveInt | None = None
     replicate_above: PositiveNumber = 1.5
     remove_below: PositiveNumber = 0.7
     min_gain: NonNegativeNumber = 0.1
@@ -102,6 +100,6 @@ class RebalanceConfig(Checked, section="engine.rebalance"):
         super().__post_init__()
         if 2 * self.remove_below > self.replicate_above:
             raise ConfigError(
-                f"{self._section}remove_below={self.remove_below:g} is more than half of "
-                f"{self._section}replicate_above={self.replicate_above:g}: replicas would come and go"
+                f"engine.rebalance.remove_below={self.remove_below:g} is more than half of "
+                f"replicate_above={self.replicate_above:g}: replicas would come and go"
             )

@@ -9,25 +9,22 @@ class RebalanceEvent:
     """One decision of whether experts move (`engine.rebalance`).
 
     Attributes:
-        step, time: the step that it followed, and the instant, `time.perf_counter()` seconds.
-        applied, reason: whether weights were moved; "moved", or why not.
-        before, after: load of the heaviest device over the mean, in the mean over layers, by the window's load.
-        replicated, removed: replicas that experts got, and lost, over all layers.
-        moved, bytes_moved: experts' weights that went to another device, and their bytes.
-        seconds: that it took, moving included.
+        step, time: the step that it followed, and when it began, `time.perf_counter()` seconds.
+        reason: "moved", or why nothing was.
+        before, after: load of the heaviest device over the mean, mean over layers; None: not looked at.
+        replicated, removed: replicas that experts got and lost, over all layers.
+        bytes_moved, seconds: weights that went to other devices, and the time that all of it took.
     """
 
     step: int
     time: float
-    applied: bool
     reason: str
-    before: float
-    after: float
-    replicated: int
-    removed: int
-    moved: int
-    bytes_moved: int
-    seconds: float
+    before: float | None = None
+    after: float | None = None
+    replicated: int = 0
+    removed: int = 0
+    bytes_moved: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,7 @@ class StepRecord:
 @dataclass
 class EngineStats:
     """Sums over all steps since the start or the last `reset`; `retried_requests` counts how often a request
-    of a failed step was computed again (`engine.retries`), and `rebalance_decisions` how often it was looked
-    whether experts should move; they did `rebalances` times."""
+    of a failed step was computed again (`engine.retries`), `rebalances` how often experts moved."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -87,7 +83,6 @@ class EngineStats:
     max_used_blocks: int = 0
     failed_steps: int = 0
     retried_requests: int = 0
-    rebalance_decisions: int = 0
     rebalances: int = 0
     rebalance_bytes: int = 0
     rebalance_seconds: float = 0.0
@@ -106,8 +101,7 @@ class EngineStats:
         self.max_used_blocks = max(self.max_used_blocks, record.used_blocks)
         self.last = record
         if (event := record.rebalance) is not None:
-            self.rebalance_decisions += 1
-            self.rebalances += event.applied
+            self.rebalances += event.reason == "moved"
             self.rebalance_bytes += event.bytes_moved
             self.rebalance_seconds += event.seconds
             self.last_rebalance = event

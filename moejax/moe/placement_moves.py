@@ -8,6 +8,7 @@ Axes: L layers, E experts, P physical slots = devices · slots a device; a row i
 import numpy as np
 from numpy.typing import NDArray
 
+from moejax.core.scheduling import RebalanceConfig
 from moejax.moe.eplb import Floats, Ints, count, part_loads, refine, replicate
 
 
@@ -65,9 +66,8 @@ def settle(new: Ints, old: Ints, loads: Floats, limit: Floats, devices: int, nod
     return _align(best, old, devices)
 
 
-def adjust(old: Ints, loads: Floats, devices: int, above: float, below: float, slack: float) -> Ints:
-    """Returns `old` `[L, P]` with other replicas, then swaps until the heaviest device is within `slack` of
-    the mean; see `placement.adjust_placement`."""
+def adjust(old: Ints, loads: Floats, devices: int, rule: RebalanceConfig) -> Ints:
+    """Returns `old` `[L, P]` with other replicas, then swapped; see `placement.adjust_placement`."""
     slots = old.copy()
     device = np.arange(old.shape[1]) // (old.shape[1] // devices)
     for table, load in zip(slots, loads, strict=True):
@@ -75,13 +75,13 @@ def adjust(old: Ints, loads: Floats, devices: int, above: float, below: float, s
             copies = count(table[None], len(load))[0]
             share = load / copies
             hottest = share.argmax()
-            free = (copies[table] > 1) & (share[table] < below * load.mean())
+            free = (copies[table] > 1) & (share[table] < rule.remove_below * load.mean())
             free &= ~np.isin(device, device[table == hottest])
-            if share[hottest] <= above * load.mean() or not free.any():
+            if share[hottest] <= rule.replicate_above * load.mean() or not free.any():
                 break
             on_device = np.bincount(device, share[table])
             table[np.where(free, on_device[device], np.inf).argmin()] = hottest
-    limit = loads.sum(1) / devices * (1.0 + slack)
+    limit = loads.sum(1) / devices * (1.0 + rule.min_gain)
     return _align(_swapped(slots, loads, limit, devices), old, devices)
 
 

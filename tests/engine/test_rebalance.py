@@ -1,6 +1,7 @@
 """Expert placement in a running engine: weights move, outputs do not change."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,12 @@ def test_experts_move_by_themselves_and_tokens_stay(wide: LLM, overlap: bool) ->
     llm.reset_stats()
     found, events = traffic(llm)
     assert found == want and len(llm.ledger.entries) == compiled
-    moved = [event for event in events if event.applied]
-    assert moved and [b.step - a.step for a, b in zip(events, events[1:], strict=False)] == [4] * (
-        len(events) - 1
-    )
-    assert moved[0].after < moved[0].before and moved[0].bytes_moved == moved[0].moved * 3 * 64 * 16 * 4
-    assert all(event.seconds > 0 and event.reason for event in events)
+    moved = [event for event in events if event.reason == "moved"]
+    assert moved and {b.step - a.step for a, b in itertools.pairwise(events)} == {4}
+    assert moved[0].after < moved[0].before and not moved[0].bytes_moved % (3 * 64 * 16 * 4)
+    assert all(event.seconds > 0 for event in events)
     stats = llm.stats()
-    assert stats["rebalance_decisions"] == len(events) and stats["rebalances"] == len(moved)
+    assert stats["rebalances"] == len(moved)
     assert stats["rebalance_bytes"] == sum(event.bytes_moved for event in moved)
     assert stats["last_rebalance"] == dataclasses.asdict(events[-1])
     # The steps' weights are the module's.
@@ -160,7 +159,7 @@ def test_a_move_that_breaks_off_leaves_the_old_placement(wide: LLM, monkeypatch:
     put_in_order(wide)
     want, before = tokens(wide), current_placement([wide.model], 4)
     llm = wide.variant(dataclasses.replace(ENGINE, rebalance=AUTOMATIC))
-    calls, taken = [], rebalancing._taken
+    calls, taken = [], rebalancing._taker
 
     def trap(*args: Any) -> Any:
         calls.append(args)
@@ -168,7 +167,7 @@ def test_a_move_that_breaks_off_leaves_the_old_placement(wide: LLM, monkeypatch:
             raise MemoryError("no room")
         return taken(*args)
 
-    monkeypatch.setattr(rebalancing, "_taken", trap)
+    monkeypatch.setattr(rebalancing, "_taker", trap)
     placed = []
     llm.engine.on_step = lambda record: placed.append((record.rebalance, current_placement([llm.model], 4)))
     outputs = [llm.submit(prompt, GREEDY) for prompt in prompts(8)]
@@ -176,7 +175,7 @@ def test_a_move_that_breaks_off_leaves_the_old_placement(wide: LLM, monkeypatch:
         if any(event and event.reason.startswith("failed") for event, _ in placed):
             break
     event, after = placed[-1]
-    assert event.reason == "failed: no room" and not event.applied and not event.bytes_moved
+    assert event.reason == "failed: no room" and not event.bytes_moved
     assert len(calls) == 8 and after == before  # the first layer was moved back
     while llm.step():
         pass
@@ -193,19 +192,19 @@ def test_experts_move_by_themselves_on_other_meshes(directory: Path, parallel: d
     spread = ParallelConfig(**{"redundant_experts": 8 if parallel["ep"] == 8 else 4} | parallel)
     llm = LLM(str(directory), engine=dataclasses.replace(ENGINE, rebalance=AUTOMATIC), parallel=spread)
     found, events = traffic(llm)
-    assert found == want and any(event.applied for event in events)
+    assert found == want and any(event.reason == "moved" for event in events)
 
 
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
         ({}, "does not go with experts on one device: parallel.ep=1"),
-        ({"ep": 4}, r"redundant_experts=0: replicas need slots, .* \(parallel.redundant_experts=4\)"),
+        ({"ep": 4}, "parallel.redundant_experts=0: replicas need slots"),
         (
             {"ep": 4, "redundant_experts": 4, "exchange_capacity": 2.0},
             "does not go with parallel.exchange_cap",
         ),
-        ({"ep": 4, "redundant_experts": 4, "nodes": 2}, r"over 2 nodes \(parallel.nodes\)"),
+        ({"ep": 4, "redundant_experts": 4, "nodes": 2}, "parallel.nodes=2: it would part groups"),
     ],
 )
 def test_where_experts_cannot_move_by_themselves(
@@ -216,7 +215,7 @@ def test_where_experts_cannot_move_by_themselves(
         LLM(str(directory), engine=dataclasses.replace(ENGINE, rebalance=AUTOMATIC), parallel=layout)
     config = FAMILIES["qwen3_moe"]
     sound = ParallelConfig(ep=4, redundant_experts=4)
-    with pytest.raises(ConfigError, match="does not go with 2 processes: use LLM.rebalance"):
+    with pytest.raises(ConfigError, match=r"does not go with 2 processes: use LLM\.rebalance"):
         check_rebalance(AUTOMATIC, sound, config, 2)
     with pytest.raises(ConfigError, match="does not go with a model without experts"):
         check_rebalance(AUTOMATIC, ParallelConfig(), FAMILIES["llama"], 1)

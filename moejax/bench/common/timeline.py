@@ -65,8 +65,8 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
         `seconds prefill_tokens decode_tokens padded_tokens preempted`; the means over the bin's busy time
         `sequences_mean running_mean waiting_mean used_blocks_mean stored_tokens_mean`; the maxima
         `running_max waiting_max used_blocks_max`. Beside the columns `num_blocks`, and `bin_s`, a bin's
-        length in seconds (None where rows are steps); `rebalance`, a row a decision (`RebalanceEvent`, its time
-    from `origin`), where there were any.
+        length in seconds (None where rows are steps); where any was taken, `rebalance`: decisions
+        (`RebalanceEvent`, times from `origin`).
 
     Raises:
         ValueError: `max_points` is below 1.
