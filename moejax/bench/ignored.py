@@ -42,6 +42,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("ramp", "*", lambda c: not c.ramp.enabled, "there is no ramp"),
     ("ramp", "factor max_steps", lambda c: c.ramp.start is None, "for ramp.start"),
     ("generate", "*", lambda c: c.generate.kind is None, "no trace is made"),
+    ("placement.rebalance", "*", lambda c: not c.placement.rebalance.every_steps, "every_steps is 0"),
     ("placement", "redundant nodes", lambda c: c.placement.devices == 1, "placement.devices is 1"),
     ("scaling", "devices steps", lambda c: c.scaling.measure == "off", "nothing is measured"),
     ("stress", "abort_share", lambda c: "abort" not in c.stress.phases, "for the phase abort"),

@@ -100,6 +100,6 @@ class RebalanceConfig(Checked, section="engine.rebalance"):
         super().__post_init__()
         if 2 * self.remove_below > self.replicate_above:
             raise ConfigError(
-                f"engine.rebalance.remove_below={self.remove_below:g} is more than half of "
+                f"{self._section}remove_below={self.remove_below:g} is more than half of "
                 f"replicate_above={self.replicate_above:g}: replicas would come and go"
             )

@@ -230,6 +230,7 @@ def adjust_placement(loads: ArrayLike, keep: Placement, rule: RebalanceConfig) -
     the mean of its layer's experts. It takes, on the lightest device without that expert, the slot of a
     replica with less than `remove_below` times the mean, of an expert that has others. Then experts of the
     heaviest device and another are swapped, the best swap first, until it is within `min_gain` of the mean.
+    Where swaps alone get there, and move fewer weights, there are no new replicas.
 
     Args:
         loads: `[L, E]`, counted, finite and >= 0.

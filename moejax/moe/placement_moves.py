@@ -82,7 +82,10 @@ def adjust(old: Ints, loads: Floats, devices: int, rule: RebalanceConfig) -> Int
             on_device = np.bincount(device, share[table])
             table[np.where(free, on_device[device], np.inf).argmin()] = hottest
     limit = loads.sum(1) / devices * (1.0 + rule.min_gain)
-    return _align(_swapped(slots, loads, limit, devices), old, devices)
+    plain, new = (_align(_swapped(before, loads, limit, devices), old, devices) for before in (old, slots))
+    moves = [moved_slots(after, old, devices, loads.shape[1]).sum(1) for after in (plain, new)]
+    enough = (part_loads(loads, plain, devices).max(1) <= limit) & (moves[0] < moves[1])
+    return np.where(enough[:, None], plain, new)
 
 
 def _node_of_groups(old: Ints, num_experts: int, nodes: int, groups: int) -> Ints:

@@ -232,6 +232,23 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
     return figure
 
 
+def placement_over_time_plot(result: Mapping[str, Any]) -> Figure | None:
+    """The heaviest device's load under each placement, a panel a trace; dots where experts have moved."""
+    rows = result.get("placement_over_time") or []
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+    if not traces:
+        return None
+    figure, axes = new_figure("Placement over time", result, 8, 0.6 + 3 * len(traces), len(traces))
+    for axis, trace in zip(axes, traces, strict=True):
+        for i, row in enumerate(row for row in rows if row["trace"] == trace):
+            curve = row["imbalances"]
+            look: dict[str, Any] = {"color": nth_color(i), "markersize": 4, "linewidth": 1.3}
+            axis.plot(curve, "-o", markevery=row["moved_at"], label=row["placement"], **look)
+        axis.set(ylim=(1, None), xlabel="window", ylabel="heaviest device / mean", title=trace)
+    legend_below(figure, axes[:1])
+    return figure
+
+
 def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
     """float64 `[W]`: max/mean of windows as long, whose tokens are of any time; the mean over layers."""
     order = np.random.default_rng(0).permutation(capture.num_rows)

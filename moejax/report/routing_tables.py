@@ -20,6 +20,17 @@ _SKEW = metric_columns(
 )  # fmt: skip
 _SIZE = (Column("tokens", "rows", 1, _cell), Column("steps", "steps", 1, _cell))
 _MOST_LAYERS = 48
+_WAYS = (
+    Column("placement", "placement", left=True),
+    Column("load max\n/ mean", "imbalance", cell=_cell),
+    Column("\nworst", "imbalance_max", cell=_cell),
+    Column("experts\nmoved", "moved"),
+    Column("\nMB", "moved_bytes", 1e-6),
+    Column("prefill\nms", "prefill_ms"),
+    Column("\n× faster", "prefill_ratio"),
+    Column("decode\nms", "decode_ms"),
+    Column("\n× faster", "decode_ratio"),
+)
 _NOTE = """\
 max/mean, entropy (of even), Gini: of the experts' loads; Zipf: the likeliest exponent
 bursts: how much loads change over time, × chance; reuse: visits that the sequence's next token repeats
@@ -44,7 +55,20 @@ def print_routing(result: Mapping[str, Any], console: Console) -> None:
         if len(rows) > len(shown):
             print_lines(console, [f"{len(rows) - len(shown)} more layers are in result.json"])
     console.print(_NOTE, highlight=False)
+    for name in dict.fromkeys(row["trace"] for row in result.get("placement_over_time", ())):
+        rows = [row for row in result["placement_over_time"] if row["trace"] == name]
+        title = (
+            f"{name}: placements over time, judged on steps that they have not seen; ms of A100s, modelled"
+        )
+        console.print(column_table(title, _WAYS, [_beside(row, rows[0]) for row in rows], **look))
     print_lines(console, conclusions(result))
+
+
+def _beside(row: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
+    ratios = {
+        f"{p}_ratio": twin[f"{p}_ms"] / row[f"{p}_ms"] for p in ("prefill", "decode") if f"{p}_ms" in row
+    }
+    return {**row, **ratios}
 
 
 def conclusions(result: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.routing.config import RoutingSelection, needs_model
+from moejax.bench.routing.over_time import over_time_rows
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
 from moejax.core.config import ModelConfig
@@ -42,6 +43,11 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
     placed = {
         label: placement_row(capture, selection.placement, model) for label, capture in captures.items()
     }
+    rule, over_time = selection.placement.rebalance, []
+    for label, row in placed.items():
+        if rule.every_steps and row:
+            ways = over_time_rows(captures[label], rule, row["devices"], row["redundant"], model)
+            over_time += [{"trace": label, **way} for way in ways]
     run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     files = []
     if selection.generate.kind is not None:
@@ -58,11 +64,12 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
             details[label] = working_sets(capture, model)
             task.advance()
     result = run.result(
-        metrics=_metrics(cases),
+        metrics=_metrics(cases) | _of_ways(over_time),
         cases=cases,
         routing={"counts": next(iter(captures.values())).counts()},
         layers=layers,
         differences=differences(captures),
+        placement_over_time=over_time,
         working_sets=details,
         loads={label: capture.counts() for label, capture in captures.items()},
     )
@@ -112,3 +119,10 @@ def _metrics(cases: list[dict[str, Any]]) -> dict[str, Any]:
         end = f"_{case['trace']}" if number else ""
         metrics |= {f"{name}{end}": case[name] for name in _METRICS if case.get(name) is not None}
     return metrics
+
+
+def _of_ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first trace's placements over time, by their names."""
+    names = ("imbalance", "moved")
+    mine = [row for row in rows if row["trace"] == rows[0]["trace"]]
+    return {f"{row['placement']}_{name}": row[name] for row in mine for name in names}
