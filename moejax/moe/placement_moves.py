@@ -1,6 +1,7 @@
 """A new placement that moves few weights from the one in use, and is as balanced as asked.
 
-Arrays only: `placement.plan_placement(keep=…)` and `adjust_placement` are the interface. Host only: numpy and scipy, no JAX.
+Arrays only: `placement.plan_placement(keep=…)` and `adjust_placement` are the interface.
+Host only: numpy and scipy, no JAX.
 
 Axes: L layers, E experts, P physical slots = devices · slots a device; a row is a node of a layer.
 """

@@ -3,8 +3,8 @@
     stage = max(bytes / bandwidth, FLOPs / peak) + link time          (nothing overlaps)
     step  = sum of the stages + (microbatches - 1) · the slowest      (GPipe, arXiv 1811.06965)
 
-Routing is taken as even but for `imbalance`, which more rows on a device make: of T tokens with k of E experts each, a device's expert is hit with probability
-1 - (1 - k/E)^T. Host arithmetic.
+Routing is taken as even, `imbalance` apart: of T tokens with k of E experts each, a device's expert is hit
+with probability 1 - (1 - k/E)^T. Host arithmetic.
 """
 
 import math

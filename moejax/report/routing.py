@@ -233,19 +233,15 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
 
 
 def placement_over_time_plot(result: Mapping[str, Any]) -> Figure | None:
-    """The heaviest device's load under each placement, a panel a trace; dots where experts have moved."""
-    rows = result.get("placement_over_time") or []
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    if not traces:
+    """The heaviest device's load under each placement, with dots where experts have moved."""
+    if not result.get("placement_over_time"):
         return None
-    figure, axes = new_figure("Placement over time", result, 8, 0.6 + 3 * len(traces), len(traces))
-    for axis, trace in zip(axes, traces, strict=True):
-        for i, row in enumerate(row for row in rows if row["trace"] == trace):
-            curve = row["imbalances"]
-            look: dict[str, Any] = {"color": nth_color(i), "markersize": 4, "linewidth": 1.3}
-            axis.plot(curve, "-o", markevery=row["moved_at"], label=row["placement"], **look)
-        axis.set(ylim=(1, None), xlabel="window", ylabel="heaviest device / mean", title=trace)
-    legend_below(figure, axes[:1])
+    figure, (axis,) = new_figure("Placement over time", result, 8, 3.8)
+    for i, row in enumerate(result["placement_over_time"]):
+        look: dict[str, Any] = {"color": nth_color(i), "markersize": 4, "linewidth": 1.3}
+        axis.plot(row["imbalances"], "-o", markevery=row["moved_at"], label=row["placement"], **look)
+    axis.set(ylim=(1, None), xlabel="window", ylabel="heaviest device / mean")
+    legend_below(figure, [axis])
     return figure
 
 

@@ -28,8 +28,6 @@ _WAYS = (
     Column("\nMB", "moved_bytes", 1e-6),
     Column("prefill\nms", "prefill_ms"),
     Column("\n× faster", "prefill_ratio"),
-    Column("decode\nms", "decode_ms"),
-    Column("\n× faster", "decode_ratio"),
 )
 _NOTE = """\
 max/mean, entropy (of even), Gini: of the experts' loads; Zipf: the likeliest exponent
@@ -55,20 +53,10 @@ def print_routing(result: Mapping[str, Any], console: Console) -> None:
         if len(rows) > len(shown):
             print_lines(console, [f"{len(rows) - len(shown)} more layers are in result.json"])
     console.print(_NOTE, highlight=False)
-    for name in dict.fromkeys(row["trace"] for row in result.get("placement_over_time", ())):
-        rows = [row for row in result["placement_over_time"] if row["trace"] == name]
-        title = (
-            f"{name}: placements over time, judged on steps that they have not seen; ms of A100s, modelled"
-        )
-        console.print(column_table(title, _WAYS, [_beside(row, rows[0]) for row in rows], **look))
+    if ways := result.get("placement_over_time"):
+        title = f"{cases[0]['trace']}: placements over time, on steps not seen before; ms of A100s, modelled"
+        console.print(column_table(title, _WAYS, ways, **look))
     print_lines(console, conclusions(result))
-
-
-def _beside(row: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
-    ratios = {
-        f"{p}_ratio": twin[f"{p}_ms"] / row[f"{p}_ms"] for p in ("prefill", "decode") if f"{p}_ms" in row
-    }
-    return {**row, **ratios}
 
 
 def conclusions(result: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Placements over the time of a trace: each is decided on the load of some steps and judged on the next."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ DEVICE = "a100_80gb"
 
 
 def over_time_rows(
-    capture: RoutingCapture, rule: RebalanceConfig, devices: int, redundant: int, model: ModelConfig | None
+    capture: RoutingCapture, rule: RebalanceConfig, placed: Mapping[str, Any], model: ModelConfig | None
 ) -> list[dict[str, Any]]:
-    """A row for each way to place experts, the twin that leaves them as they start first.
+    """A row for each way to place experts, the twin that leaves them as they start first; none without
+    `rule.every_steps` or where `placed` (`placement_row`) is empty, which says the devices.
 
     "kept": in order, replicas of the first ones; "once": planned on the first window of `rule.every_steps`;
     "anew": planned on every window, near to the placement in use; "adjusted": what the engine does by `rule`.
@@ -31,8 +32,12 @@ def over_time_rows(
     Returns:
         `imbalance`: load of the heaviest device over the mean, mean over layers and windows after the first;
         `imbalance_max` of the worst window, `imbalances` of each; `moved` experts, and `moved_at` in which
-        windows; with a model also `moved_bytes`, and a modelled `prefill_ms` and `decode_ms` (`layout_row`).
+        windows; with a model also `moved_bytes`, the modelled `prefill_ms` (`layout_row`; a decode step reads
+        the experts' weights, and takes no longer) and `prefill_ratio`, how many times as fast as the twin.
     """
+    if not rule.every_steps or not placed:
+        return []
+    devices, redundant = placed["devices"], placed["redundant"]
     loads = load_over_time(capture, max(2, capture.num_steps // rule.every_steps))[0]
     start = Placement.contiguous(loads.shape[1], capture.num_experts, devices, redundant=redundant)
     sizes: dict[str, Any] = {"devices": devices, "redundant": redundant}
@@ -42,7 +47,7 @@ def over_time_rows(
         "anew": lambda load, now: plan_placement(load, **sizes, keep=now, min_gain=rule.min_gain),
         "adjusted": lambda load, now: adjust_placement(load, now, rule),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, way in ways.items():
         now, rests_until, moved = start, 0, [0] * len(loads)
         imbalances = []
@@ -64,7 +69,7 @@ def over_time_rows(
             layout = ParallelConfig(ep=devices, attention="data", redundant_experts=redundant)
             shape, load = model.replace(dtype="bfloat16"), row["imbalance"]
             times = layout_row(shape, layout, KNOWN[DEVICE], ScalingSection(), 32, imbalance=load)
-            row |= {f"{phase}_ms": times[f"{phase}_ms"] for phase in ("prefill", "decode")}
-            row["moved_bytes"] = sum(moved) * expert_bytes(shape)
+            row |= {"prefill_ms": times["prefill_ms"], "moved_bytes": sum(moved) * expert_bytes(shape)}
+            row["prefill_ratio"] = (rows or [row])[0]["prefill_ms"] / row["prefill_ms"]
         rows.append(row)
     return rows

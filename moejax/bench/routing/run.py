@@ -43,11 +43,8 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
     placed = {
         label: placement_row(capture, selection.placement, model) for label, capture in captures.items()
     }
-    rule, over_time = selection.placement.rebalance, []
-    for label, row in placed.items():
-        if rule.every_steps and row:
-            ways = over_time_rows(captures[label], rule, row["devices"], row["redundant"], model)
-            over_time += [{"trace": label, **way} for way in ways]
+    label, capture = next(iter(captures.items()))
+    over_time = over_time_rows(capture, selection.placement.rebalance, placed[label], model)
     run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     files = []
     if selection.generate.kind is not None:
@@ -64,7 +61,7 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
             details[label] = working_sets(capture, model)
             task.advance()
     result = run.result(
-        metrics=_metrics(cases) | _of_ways(over_time),
+        metrics=_metrics(cases, over_time),
         cases=cases,
         routing={"counts": next(iter(captures.values())).counts()},
         layers=layers,
@@ -113,16 +110,11 @@ def _generate(selection: RoutingSelection, model: ModelConfig | None, name: str 
     return dataclasses.replace(trace, meta={**trace.meta, "model": name})
 
 
-def _metrics(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _metrics(cases: list[dict[str, Any]], over_time: list[dict[str, Any]]) -> dict[str, Any]:
     metrics: dict[str, Any] = {"traces": len(cases)}
+    for row in over_time:
+        metrics |= {f"{row['placement']}_{name}": row[name] for name in ("imbalance", "moved")}
     for number, case in enumerate(cases):
         end = f"_{case['trace']}" if number else ""
         metrics |= {f"{name}{end}": case[name] for name in _METRICS if case.get(name) is not None}
     return metrics
-
-
-def _of_ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first trace's placements over time, by their names."""
-    names = ("imbalance", "moved")
-    mine = [row for row in rows if row["trace"] == rows[0]["trace"]]
-    return {f"{row['placement']}_{name}": row[name] for row in mine for name in names}

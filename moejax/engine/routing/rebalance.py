@@ -200,10 +200,7 @@ def automatic(resolved: ResolvedEngine, weights: Weights, runner: BucketRunner) 
     """Returns what decides for `engine.rebalance`; from now on every step counts its load."""
     config = resolved.engine.rebalance
     track_load(runner, resolved.config, config.every_steps)
-
-    def plan(loads: np.ndarray, old: Placement) -> Placement:
-        return adjust_placement(loads, old, config)
-
+    plan = functools.partial(adjust_placement, rule=config)
     return Rebalancer(config, lambda: _place(resolved, weights, tracked(runner), plan))
 
 
