@@ -107,5 +107,7 @@ def _open(
     return enter(open_backends(config, out))[0], None
 
 
-# Of the engine's settings, what is settled as the weights are laid out.
-_WITH_WEIGHTS = ("moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing")
+# Of the engine's settings, what is settled as the weights are laid out, or moves them.
+_WITH_WEIGHTS = (
+    "moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing", "rebalance",
+)  # fmt: skip

@@ -22,7 +22,7 @@ from moejax.core.checked import (
     check,
 )
 from moejax.core.errors import ConfigError
-from moejax.core.scheduling import PolicyName, SchedulingConfig
+from moejax.core.scheduling import PolicyName, RebalanceConfig, SchedulingConfig
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
@@ -497,6 +497,7 @@ class EngineConfig(Checked, section="engine"):
         max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
         scheduling: what policies go by, see `SchedulingConfig`.
+        rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -532,6 +533,7 @@ class EngineConfig(Checked, section="engine"):
     max_num_batched_tokens: PositiveInt = 2048
     policy: PolicyName = "fcfs"
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None

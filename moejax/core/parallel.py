@@ -7,6 +7,7 @@ from typing import Literal
 from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import RebalanceConfig
 
 AttentionSplit = Literal["tensor", "data"]
 Exchange = Literal["auto", "allgather", "all_to_all", "ragged", "hierarchical"]
@@ -157,6 +158,28 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
                 f"; with parallel.attention=data only tp={tp} splits heads, vocabulary and hidden dimensions"
             )
         raise ConfigError(f"parallel: the model cannot be spread so: {'; '.join(faults)}{hint}")
+
+
+def check_rebalance(
+    rebalance: RebalanceConfig, parallel: ParallelConfig, model: ModelConfig, processes: int
+) -> None:
+    """Raises `ConfigError` where experts are to move by themselves and cannot, or outputs would change."""
+    refusals = {
+        "a model without experts": not any(model.moe_layers),
+        "experts on one device: parallel.ep=1": parallel.ep == 1,
+        "parallel.redundant_experts=0: replicas need slots": not parallel.redundant_experts,
+        "parallel.exchange_capacity: what is dropped depends on where experts are": (
+            parallel.exchange_capacity is not None
+        ),
+        f"parallel.nodes={parallel.nodes}: it would part groups; LLM.rebalance does not": (
+            parallel.expert_nodes > 1
+        ),
+        f"{processes} processes: use LLM.rebalance": processes > 1,
+    }
+    for reason, holds in refusals.items():
+        if rebalance.every_steps and holds:
+            steps = rebalance.every_steps
+            raise ConfigError(f"engine.rebalance.every_steps={steps} does not go with {reason}")
 
 
 PRESETS: dict[str, ParallelConfig] = {

@@ -1,9 +1,10 @@
-"""What the engine's policies go by: classes of service, tenants and their quotas."""
+"""What the engine goes by as it runs: classes of service, tenants and their quotas; when experts move."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moejax.core.checked import Checked, NonNegativeNumber, PositiveInt, PositiveNumber
+from moejax.core.checked import Checked, NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber
+from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
@@ -72,3 +73,33 @@ class SchedulingConfig(Checked, section="engine.scheduling"):
     slo_classes: dict[str, SloClass] = field(default_factory=_classes)
     tenants: dict[str, Tenant] = field(default_factory=dict)
     admission: Admission = "queue"
+
+
+@dataclass(frozen=True)
+class RebalanceConfig(Checked, section="engine.rebalance"):
+    """When a running engine moves experts by itself, see `moejax.moe.placement.adjust_placement`.
+
+    Attributes:
+        every_steps: steps from one decision to the next, and whose load it goes by; 0: none is taken.
+        replicate_above: an expert gets a replica while each of its own has more than this times the mean load
+            of its layer's experts.
+        remove_below: the replica takes the slot of one with less than this times the mean. At most half of
+            `replicate_above`, or what is left of two would be as loaded as one that gets another.
+        min_gain: a layer is left as it is unless its heaviest device gets lighter by this share, and worked
+            on until that device is within this share of the mean.
+        cooldown_steps: steps after a move in which no other is made.
+    """
+
+    every_steps: NonNegativeInt = 0
+    replicate_above: PositiveNumber = 1.5
+    remove_below: PositiveNumber = 0.7
+    min_gain: NonNegativeNumber = 0.1
+    cooldown_steps: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 2 * self.remove_below > self.replicate_above:
+            raise ConfigError(
+                f"{self._section}remove_below={self.remove_below:g} is more than half of "
+                f"replicate_above={self.replicate_above:g}: replicas would come and go"
+            )

@@ -29,7 +29,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
-from moejax.engine.stats import EngineStats, StepRecord
+from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class Engine:
         overlap: launch the next step before the last one's tokens are read.
 
     `on_step` is called after every step with its `StepRecord`; `agree` gives process 0's value in all
-    processes; `retries` is how often a request of a failed step is computed again before it ends as failed.
+    processes; `retries` is how often a request of a failed step is computed again before it ends as failed;
+    `rebalance` is called after every step and may move experts.
     """
 
     def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
@@ -78,6 +79,7 @@ class Engine:
         self.agree: Callable[[int], int] = lambda value: value
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
+        self.rebalance: Callable[[], RebalanceEvent | None] = lambda: None
         self.lock = threading.RLock()
         self._in_flight: InFlight | None = None
         self.stopped: str | None = None  # why no step is taken
@@ -368,6 +370,7 @@ class Engine:
             stored_tokens=step.stored_tokens,
             preempted=plan.preempted,
             left_waiting=step.left_waiting,
+            rebalance=self.rebalance(),
         )
         self._last_time = now
         self.stats.add(record)

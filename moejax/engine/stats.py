@@ -5,6 +5,29 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class RebalanceEvent:
+    """One decision of whether experts move (`engine.rebalance`).
+
+    Attributes:
+        step, time: the step that it followed, and when it began, `time.perf_counter()` seconds.
+        reason: "moved", or why nothing was.
+        before, after: load of the heaviest device over the mean, mean over layers; None: not looked at.
+        replicated, removed: replicas that experts got and lost, over all layers.
+        bytes_moved, seconds: weights that went to other devices, and the time that all of it took.
+    """
+
+    step: int
+    time: float
+    reason: str
+    before: float | None = None
+    after: float | None = None
+    replicated: int = 0
+    removed: int = 0
+    bytes_moved: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One engine step.
 
@@ -20,6 +43,7 @@ class StepRecord:
         used_blocks, num_blocks: of the cache, when it was scheduled.
         stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
         preempted: sequences that lost their blocks while it was scheduled.
+        rebalance: what was decided after it, if anything was to be.
     """
 
     time: float
@@ -35,6 +59,7 @@ class StepRecord:
     stored_tokens: int
     preempted: int
     left_waiting: int = 0
+    rebalance: RebalanceEvent | None = None
 
     @property
     def tokens(self) -> int:
@@ -45,7 +70,7 @@ class StepRecord:
 @dataclass
 class EngineStats:
     """Sums over all steps since the start or the last `reset`; `retried_requests` counts how often a request
-    of a failed step was computed again (`engine.retries`)."""
+    of a failed step was computed again (`engine.retries`), `rebalances` how often experts moved."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -58,6 +83,10 @@ class EngineStats:
     max_used_blocks: int = 0
     failed_steps: int = 0
     retried_requests: int = 0
+    rebalances: int = 0
+    rebalance_bytes: int = 0
+    rebalance_seconds: float = 0.0
+    last_rebalance: RebalanceEvent | None = field(default=None, repr=False)
     last: StepRecord | None = field(default=None, repr=False)
 
     def add(self, record: StepRecord) -> None:
@@ -71,6 +100,11 @@ class EngineStats:
         self.max_waiting = max(self.max_waiting, record.waiting)
         self.max_used_blocks = max(self.max_used_blocks, record.used_blocks)
         self.last = record
+        if (event := record.rebalance) is not None:
+            self.rebalances += event.reason == "moved"
+            self.rebalance_bytes += event.bytes_moved
+            self.rebalance_seconds += event.seconds
+            self.last_rebalance = event
 
     @property
     def padding_waste(self) -> float:

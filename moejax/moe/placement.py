@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import RebalanceConfig
 from moejax.moe.eplb import Floats, Ints, count, hierarchical, part_loads
-from moejax.moe.placement_moves import moved_slots, settle
+from moejax.moe.placement_moves import adjust, moved_slots, settle
 
 _MAX_LOAD = 1e100  # larger ones could not be added up
 
@@ -222,6 +223,30 @@ def plan_placement(
     return Placement(slots, E, devices)
 
 
+def adjust_placement(loads: ArrayLike, keep: Placement, rule: RebalanceConfig) -> Placement:
+    """Changes a placement in use a little; layers where that gains less than `rule.min_gain` stay.
+
+    The expert with the most load a replica gets another one while that load is above `replicate_above` times
+    the mean of its layer's experts. It takes, on the lightest device without that expert, the slot of a
+    replica with less than `remove_below` times the mean, of an expert that has others. Then experts of the
+    heaviest device and another are swapped, the best swap first, until it is within `min_gain` of the mean.
+    Where swaps alone get there, and move fewer weights, there are no new replicas.
+
+    Args:
+        loads: `[L, E]`, counted, finite and >= 0.
+
+    Raises:
+        ConfigError: loads that are not finite or negative, or of other layers or experts than `keep`.
+    """
+    values, old = _checked_loads(loads), keep.physical_to_logical
+    layers, experts = values.shape
+    _require_same("keep", keep, layers, experts, keep.devices)
+    new = adjust(old, values, keep.devices, rule)
+    before, after = (part_loads(values, slots, keep.devices).max(axis=1) for slots in (old, new))
+    gains = (after < before) & (after <= before * (1.0 - rule.min_gain))
+    return Placement(np.where(gains[:, None], new, old), keep.num_experts, keep.devices)
+
+
 def _require_same(name: str, placement: Placement, layers: int, experts: int, devices: int) -> None:
     has = (placement.num_layers, placement.num_experts, placement.devices)
     if has != (layers, experts, devices):
@@ -249,12 +274,15 @@ class Comparison:
         before, after: float64 `[L]`, balancedness on the same loads.
         moved: bool `[L, P]`: slots of the new placement whose expert is not on their device yet.
         bytes_moved: of those.
+        replicated, removed: replicas that experts get and lose, over all layers.
     """
 
     before: Floats
     after: Floats
     moved: NDArray[np.bool_]
     bytes_moved: int
+    replicated: int
+    removed: int
 
 
 def compare(old: Placement, new: Placement, loads: ArrayLike, *, bytes_per_expert: int = 0) -> Comparison:
@@ -269,4 +297,6 @@ def compare(old: Placement, new: Placement, loads: ArrayLike, *, bytes_per_exper
     _require_same("the new placement", new, old.num_layers, old.num_experts, old.devices)
     moved = moved_slots(new.physical_to_logical, old.physical_to_logical, new.devices, new.num_experts)
     before, after = balancedness(loads, old), balancedness(loads, new)
-    return Comparison(before, after, moved, int(moved.sum()) * bytes_per_expert)
+    more = new.replicas - old.replicas
+    gained, lost = (int(side.clip(0).sum()) for side in (more, -more))
+    return Comparison(before, after, moved, int(moved.sum()) * bytes_per_expert, gained, lost)

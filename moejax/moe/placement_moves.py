@@ -1,6 +1,7 @@
 """A new placement that moves few weights from the one in use, and is as balanced as asked.
 
-Arrays only: `placement.plan_placement(keep=…)` is the interface. Host only: numpy and scipy, no JAX.
+Arrays only: `placement.plan_placement(keep=…)` and `adjust_placement` are the interface.
+Host only: numpy and scipy, no JAX.
 
 Axes: L layers, E experts, P physical slots = devices · slots a device; a row is a node of a layer.
 """
@@ -8,6 +9,7 @@ Axes: L layers, E experts, P physical slots = devices · slots a device; a row i
 import numpy as np
 from numpy.typing import NDArray
 
+from moejax.core.scheduling import RebalanceConfig
 from moejax.moe.eplb import Floats, Ints, count, part_loads, refine, replicate
 
 
@@ -63,6 +65,28 @@ def settle(new: Ints, old: Ints, loads: Floats, limit: Floats, devices: int, nod
         take = (heaviest <= limit[layers]) & (moves < moved[layers])
         best[layers[take]], moved[layers[take]] = candidate[take], moves[take]
     return _align(best, old, devices)
+
+
+def adjust(old: Ints, loads: Floats, devices: int, rule: RebalanceConfig) -> Ints:
+    """Returns `old` `[L, P]` with other replicas, then swapped; see `placement.adjust_placement`."""
+    slots = old.copy()
+    device = np.arange(old.shape[1]) // (old.shape[1] // devices)
+    for table, load in zip(slots, loads, strict=True):
+        while load.any():
+            copies = count(table[None], len(load))[0]
+            share = load / copies
+            hottest = share.argmax()
+            free = (copies[table] > 1) & (share[table] < rule.remove_below * load.mean())
+            free &= ~np.isin(device, device[table == hottest])
+            if share[hottest] <= rule.replicate_above * load.mean() or not free.any():
+                break
+            on_device = np.bincount(device, share[table])
+            table[np.where(free, on_device[device], np.inf).argmin()] = hottest
+    limit = loads.sum(1) / devices * (1.0 + rule.min_gain)
+    plain, new = (_align(_swapped(before, loads, limit, devices), old, devices) for before in (old, slots))
+    moves = [moved_slots(after, old, devices, loads.shape[1]).sum(1) for after in (plain, new)]
+    enough = (part_loads(loads, plain, devices).max(1) <= limit) & (moves[0] < moves[1])
+    return np.where(enough[:, None], plain, new)
 
 
 def _node_of_groups(old: Ints, num_experts: int, nodes: int, groups: int) -> Ints:

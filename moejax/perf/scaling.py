@@ -3,8 +3,8 @@
     stage = max(bytes / bandwidth, FLOPs / peak) + link time          (nothing overlaps)
     step  = sum of the stages + (microbatches - 1) · the slowest      (GPipe, arXiv 1811.06965)
 
-Routing is taken as even: of T tokens with k of E experts each, a device's expert is hit with probability
-1 - (1 - k/E)^T. Host arithmetic.
+Routing is taken as even, `imbalance` apart: of T tokens with k of E experts each, a device's expert is hit
+with probability 1 - (1 - k/E)^T. Host arithmetic.
 """
 
 import math
@@ -72,6 +72,7 @@ def model_step(
     *,
     microbatches: int = 1,
     split_latents: bool = False,
+    imbalance: float = 1.0,
 ) -> StepModel:
     """Returns the step of a phase on a device kind.
 
@@ -80,6 +81,7 @@ def model_step(
         exchange: of a microbatch's tokens.
         microbatches: parts that the step goes through the pipeline in.
         split_latents: see `step_comm`; `stages` have a device's part of them.
+        imbalance: the experts' rows of the device that the others wait for, over the mean.
     """
     # The largest of equal parts of the step.
     sizes = {name: math.ceil(getattr(phase, name) / microbatches) for name in ("tokens", "rows", "sequences")}
@@ -97,7 +99,7 @@ def model_step(
             split_latents=split_latents,
         )
         split = parallel.tensor_size if split_latents else parallel.kv_split(model.num_kv_heads)
-        memory, compute = _roofline(model, parallel, hardware, stage, part, split)
+        memory, compute = _roofline(model, parallel, hardware, stage, part, split, imbalance)
         links = link_seconds(sent, hardware, parallel, model) or ()
         transfer, latency = sum(link.transfer for link in links), sum(link.latency for link in links)
         stage_times.append((memory, compute, transfer, latency))
@@ -120,6 +122,7 @@ def _roofline(
     stage: StageMemory,
     phase: Phase,
     split: int,
+    imbalance: float,
 ) -> tuple[float, float]:
     """Returns seconds of reading and of arithmetic on a device, one of `split` that share a cache."""
     itemsize = DTYPE_BYTES[model.dtype]
@@ -140,7 +143,7 @@ def _roofline(
     read = (dense_params + cached) * itemsize + hit * stage.expert_weights
     # States are read and written whole.
     read += 2 * phase.sequences * states * state_bytes(model, parallel.tensor_size)
-    assignments = meeting * k / parallel.ep
+    assignments = meeting * k / parallel.ep * imbalance
     flops = 2.0 * phase.tokens * dense_params
     flops += 2.0 * sparse * assignments * expert_params(model) / parallel.tp
     attended = sum(seen) * sizes.pair_flops + states * linear.token_flops

@@ -83,6 +83,7 @@ EXPERIMENTS: Mapping[str, Report] = {
             "working_set": "routing:working_set_plot",
             "temporal_locality": "routing:temporal_locality_plot",
             "load_over_time": "routing:load_over_time_plot",
+            "placement": "routing:placement_over_time_plot",
         },
     ),
     "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),

@@ -232,6 +232,19 @@ def load_over_time_plot(captures: Captures, result: Mapping[str, Any] | None = N
     return figure
 
 
+def placement_over_time_plot(result: Mapping[str, Any]) -> Figure | None:
+    """The heaviest device's load under each placement, with dots where experts have moved."""
+    if not result.get("placement_over_time"):
+        return None
+    figure, (axis,) = new_figure("Placement over time", result, 8, 3.8)
+    for i, row in enumerate(result["placement_over_time"]):
+        look: dict[str, Any] = {"color": nth_color(i), "markersize": 4, "linewidth": 1.3}
+        axis.plot(row["imbalances"], "-o", markevery=row["moved_at"], label=row["placement"], **look)
+    axis.set(ylim=(1, None), xlabel="window", ylabel="heaviest device / mean")
+    legend_below(figure, [axis])
+    return figure
+
+
 def _shuffled_skew(capture: RoutingCapture, windows: int) -> np.ndarray:
     """float64 `[W]`: max/mean of windows as long, whose tokens are of any time; the mean over layers."""
     order = np.random.default_rng(0).permutation(capture.num_rows)

@@ -20,6 +20,15 @@ _SKEW = metric_columns(
 )  # fmt: skip
 _SIZE = (Column("tokens", "rows", 1, _cell), Column("steps", "steps", 1, _cell))
 _MOST_LAYERS = 48
+_WAYS = (
+    Column("placement", "placement", left=True),
+    Column("load max\n/ mean", "imbalance", cell=_cell),
+    Column("\nworst", "imbalance_max", cell=_cell),
+    Column("experts\nmoved", "moved"),
+    Column("\nMB", "moved_bytes", 1e-6),
+    Column("prefill\nms", "prefill_ms"),
+    Column("\n× faster", "prefill_ratio"),
+)
 _NOTE = """\
 max/mean, entropy (of even), Gini: of the experts' loads; Zipf: the likeliest exponent
 bursts: how much loads change over time, × chance; reuse: visits that the sequence's next token repeats
@@ -44,6 +53,9 @@ def print_routing(result: Mapping[str, Any], console: Console) -> None:
         if len(rows) > len(shown):
             print_lines(console, [f"{len(rows) - len(shown)} more layers are in result.json"])
     console.print(_NOTE, highlight=False)
+    if ways := result.get("placement_over_time"):
+        title = f"{cases[0]['trace']}: placements over time, on steps not seen before; ms of A100s, modelled"
+        console.print(column_table(title, _WAYS, ways, **look))
     print_lines(console, conclusions(result))
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moejax.bench.routing.config import GenerateSection, PlacementSection, RoutingSelection
+from moejax.bench.routing.config import (
+    GenerateSection,
+    PlacementSection,
+    ReplayedRebalance,
+    RoutingSelection,
+)
+from moejax.bench.routing.over_time import over_time_rows
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import layer_rows, trace_row
 from moejax.bench.routing.run import run_routing
@@ -103,6 +109,49 @@ def test_placement_by_the_traces_load(captured: RoutingCapture) -> None:
         placement_row(trace, PlacementSection(devices=3))
     with pytest.raises(ConfigError, match="the next redundant that fits"):
         placement_row(trace, PlacementSection(devices=4, redundant=3))
+
+
+def test_placements_over_time_are_judged_on_what_they_have_not_seen(
+    tiny_config: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = GenerateSection(
+        kind="bursty", requests=32, prompt_len=1, output_len=256, period=64, intensity=16.0, hot=2
+    )
+    rule = ReplayedRebalance(every_steps=16, min_gain=0.05)
+    section = PlacementSection(devices=4, redundant=4, rebalance=rule)
+    selection = RoutingSelection(generate=wanted, placement=section)
+    result = run(selection, tmp_path / "out", tiny_config)
+    kept, once, anew, adjusted = rows = result["placement_over_time"]
+    assert [row["placement"] for row in rows] == ["kept", "once", "anew", "adjusted"]
+    trace = load_capture(tmp_path / "out")
+    start = Placement.contiguous(2, 8, 4, redundant=4)
+    loads = analysis.load_over_time(trace, 16)[0]
+    assert kept["imbalances"] == [pytest.approx(balancedness(load, start).mean()) for load in loads]
+    assert kept["imbalance"] == pytest.approx(np.mean(kept["imbalances"][1:])) and kept["moved"] == 0
+    assert once["moved_at"] == [0] and all(row["imbalances"][0] == kept["imbalances"][0] for row in rows)
+    # After each burst both planners need one window to see it.
+    assert {0, 4, 8, 12} <= set(adjusted["moved_at"]) and {0, 4, 8, 12} <= set(anew["moved_at"])
+    assert adjusted["imbalance"] < once["imbalance"] < kept["imbalance"]
+    size = 3 * 32 * 16 * 2
+    assert adjusted["moved_bytes"] == adjusted["moved"] * size and anew["imbalance_max"] > anew["imbalance"]
+    assert (
+        adjusted["prefill_ratio"] == kept["prefill_ms"] / adjusted["prefill_ms"] >= 1 == kept["prefill_ratio"]
+    )
+    metrics = result["metrics"]
+    assert metrics["adjusted_imbalance"] == adjusted["imbalance"] and metrics["kept_moved"] == 0
+    assert (tmp_path / "out" / "placement.png").is_file()
+    assert "generated: placements over time" in capsys.readouterr().err
+    resting = ReplayedRebalance(every_steps=16, min_gain=0.05, cooldown_steps=100)
+    rows = over_time_rows(trace, resting, result["cases"][0], None)
+    assert min(np.diff(rows[-1]["moved_at"])) >= 7 and "prefill_ms" not in rows[0]
+
+
+@pytest.mark.parametrize("fields", [{"nodes": 2}, {"redundant": 0}, {"devices": 1}])
+def test_what_the_engine_would_not_adjust_is_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"placement\.rebalance needs placement\.nodes=1"):
+        PlacementSection(**fields, rebalance=ReplayedRebalance(every_steps=8))
+    with pytest.raises(ConfigError, match=r"placement\.rebalance\.remove_below=1 is more than half"):
+        ReplayedRebalance(remove_below=1.0)
 
 
 def test_a_run_that_cannot_be_writes_nothing(

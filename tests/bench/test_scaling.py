@@ -101,6 +101,15 @@ def test_a_step_of_a_pipeline_by_hand() -> None:
     assert step.bubble == pytest.approx(1 - 3 * (first + second) / 2 / step.seconds, rel=1e-12)
 
 
+def test_the_heaviest_devices_rows_take_their_arithmetic() -> None:
+    parallel, fast = ParallelConfig(ep=4, attention="data"), dataclasses.replace(A100, bandwidth=1e30)
+    even, uneven = (layout_row(MODEL, parallel, fast, SECTION, 32, load) for load in (1.0, 1.5))
+    rows = 32 * 256 * MODEL.num_experts_per_tok / 4
+    more = 2 * 4 * 0.5 * rows * 3 * MODEL.hidden_size * MODEL.moe_intermediate_size / A100.flops["bfloat16"]
+    assert uneven["prefill_compute_ms"] - even["prefill_compute_ms"] == pytest.approx(more * 1e3)
+    assert uneven["prefill_comm_bytes"] == even["prefill_comm_bytes"]
+
+
 def test_a_layout_too_large_for_the_devices_is_measured_in_a_smaller_form() -> None:
     assert fitting(PRESETS["tp8"], 8) == PRESETS["tp8"]
     small = fitting(PRESETS["cluster_4x8"], 8)

@@ -1,5 +1,7 @@
 """Expert placement in a running engine: weights move, outputs do not change."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,12 @@ import pytest
 
 from moejax import LLM, ParallelConfig, SamplingParams, save_pretrained
 from moejax.core.errors import ConfigError
+from moejax.core.parallel import check_rebalance
+from moejax.core.scheduling import RebalanceConfig
+from moejax.engine.routing import rebalance as rebalancing
 from moejax.engine.routing.rebalance import current_placement, sources
-from moejax.moe.placement import balancedness
+from moejax.engine.stats import RebalanceEvent
+from moejax.moe.placement import Placement, balancedness
 from moejax.routing.generate import generate
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint, prompts
 
@@ -100,6 +106,120 @@ def test_a_trace_says_what_to_balance(wide: LLM) -> None:
         wide.rebalance(generate("zipf", num_experts=8, layers=(0, 2), **shape))
     with pytest.raises(ConfigError, match="rebalance: the trace has no rows"):
         wide.rebalance(trace.select(np.zeros(trace.num_rows, bool)))
+
+
+AUTOMATIC = RebalanceConfig(every_steps=4, replicate_above=1.2, remove_below=0.6, min_gain=0.02)
+
+
+def traffic(llm: LLM) -> tuple[list[list[int]], list[RebalanceEvent]]:
+    """Tokens of requests that come while others run, and what was decided meanwhile."""
+    events: list[RebalanceEvent] = []
+    llm.engine.on_step = lambda record: events.append(record.rebalance) if record.rebalance else None
+    outputs = []
+    for prompt in prompts(8):
+        outputs.append(llm.submit(prompt, GREEDY))
+        llm.step()
+    while llm.step():
+        pass
+    return [out.outputs[0].token_ids for out in outputs], events
+
+
+def put_in_order(llm: LLM) -> None:
+    """Experts go where an engine starts with them."""
+    start = Placement.contiguous(2, 16, 4, redundant=4)
+    rebalancing.apply_placement(llm._weights, current_placement([llm.model], 4), start)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_experts_move_by_themselves_and_tokens_stay(wide: LLM, overlap: bool) -> None:
+    want = tokens(wide)
+    llm = wide.variant(dataclasses.replace(ENGINE, overlap=overlap, rebalance=AUTOMATIC))
+    assert traffic(llm)[0] == want  # whatever had to be compiled is
+    compiled = len(llm.ledger.entries)
+    put_in_order(llm)
+    llm.reset_stats()
+    found, events = traffic(llm)
+    assert found == want and len(llm.ledger.entries) == compiled
+    moved = [event for event in events if event.reason == "moved"]
+    assert moved and {b.step - a.step for a, b in itertools.pairwise(events)} == {4}
+    assert moved[0].after < moved[0].before and not moved[0].bytes_moved % (3 * 64 * 16 * 4)
+    assert all(event.seconds > 0 for event in events)
+    stats = llm.stats()
+    assert stats["rebalances"] == len(moved)
+    assert stats["rebalance_bytes"] == sum(event.bytes_moved for event in moved)
+    assert stats["last_rebalance"] == dataclasses.asdict(events[-1])
+    # The steps' weights are the module's.
+    (functions,) = llm._weights.functions
+    for mine, made in zip(functions.leaves, type(functions)(llm.model).leaves, strict=True):
+        assert mine is made
+    assert not any(leaf.is_deleted() for leaf in functions.leaves)
+
+
+def test_a_move_that_breaks_off_leaves_the_old_placement(wide: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_order(wide)
+    want, before = tokens(wide), current_placement([wide.model], 4)
+    llm = wide.variant(dataclasses.replace(ENGINE, rebalance=AUTOMATIC))
+    calls, taken = [], rebalancing._taker
+
+    def trap(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 5:  # the second of the second layer's three tensors
+            raise MemoryError("no room")
+        return taken(*args)
+
+    monkeypatch.setattr(rebalancing, "_taker", trap)
+    placed = []
+    llm.engine.on_step = lambda record: placed.append((record.rebalance, current_placement([llm.model], 4)))
+    outputs = [llm.submit(prompt, GREEDY) for prompt in prompts(8)]
+    while llm.step():
+        if any(event and event.reason.startswith("failed") for event, _ in placed):
+            break
+    event, after = placed[-1]
+    assert event.reason == "failed: no room" and not event.bytes_moved
+    assert len(calls) == 8 and after == before  # the first layer was moved back
+    while llm.step():
+        pass
+    assert [out.outputs[0].token_ids for out in outputs] == want
+    assert llm.stats()["failed_steps"] == 0 and llm.stats()["rebalances"] > 0  # later ones do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel", [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 4, "redundant_experts": 8}, {"ep": 8}]
+)
+def test_experts_move_by_themselves_on_other_meshes(directory: Path, parallel: dict[str, int]) -> None:
+    want = tokens(LLM(str(directory), engine=ENGINE))
+    spread = ParallelConfig(**{"redundant_experts": 8 if parallel["ep"] == 8 else 4} | parallel)
+    llm = LLM(str(directory), engine=dataclasses.replace(ENGINE, rebalance=AUTOMATIC), parallel=spread)
+    found, events = traffic(llm)
+    assert found == want and any(event.reason == "moved" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({}, "does not go with experts on one device: parallel.ep=1"),
+        ({"ep": 4}, "parallel.redundant_experts=0: replicas need slots"),
+        (
+            {"ep": 4, "redundant_experts": 4, "exchange_capacity": 2.0},
+            "does not go with parallel.exchange_cap",
+        ),
+        ({"ep": 4, "redundant_experts": 4, "nodes": 2}, "parallel.nodes=2: it would part groups"),
+    ],
+)
+def test_where_experts_cannot_move_by_themselves(
+    directory: Path, parallel: dict[str, Any], says: str
+) -> None:
+    layout = ParallelConfig(**{"attention": "data", **parallel})
+    with pytest.raises(ConfigError, match=rf"engine\.rebalance\.every_steps=4 .*{says}"):
+        LLM(str(directory), engine=dataclasses.replace(ENGINE, rebalance=AUTOMATIC), parallel=layout)
+    config = FAMILIES["qwen3_moe"]
+    sound = ParallelConfig(ep=4, redundant_experts=4)
+    with pytest.raises(ConfigError, match=r"does not go with 2 processes: use LLM\.rebalance"):
+        check_rebalance(AUTOMATIC, sound, config, 2)
+    with pytest.raises(ConfigError, match="does not go with a model without experts"):
+        check_rebalance(AUTOMATIC, ParallelConfig(), FAMILIES["llama"], 1)
+    check_rebalance(AUTOMATIC, sound, config, 1)
 
 
 def test_a_rebalanced_model_is_saved_in_the_experts_order(directory: Path, wide: LLM, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reduces the engine's steps to means over a run, and to columns over time for plots. No JAX here."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
         `seconds prefill_tokens decode_tokens padded_tokens preempted`; the means over the bin's busy time
         `sequences_mean running_mean waiting_mean used_blocks_mean stored_tokens_mean`; the maxima
         `running_max waiting_max used_blocks_max`. Beside the columns `num_blocks`, and `bin_s`, a bin's
-        length in seconds (None where rows are steps).
+        length in seconds (None where rows are steps); where any was taken, `rebalance`: decisions
+        (`RebalanceEvent`, times from `origin`).
 
     Raises:
         ValueError: `max_points` is below 1.
@@ -98,11 +100,14 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
         columns[f"{name}_mean"] = np.add.reduceat(c[name] * shares, starts).tolist()
     for name in _MAXIMA:
         columns[f"{name}_max"] = np.maximum.reduceat(c[name], starts).tolist()
+    events = [step.rebalance for step in steps if step.rebalance is not None]
+    if events:
+        columns["rebalance"] = [{**asdict(event), "time": event.time - origin} for event in events]
     return {"num_blocks": steps[0].num_blocks, "bin_s": bin_s, **columns}
 
 
 def _columns(steps: Sequence[StepRecord]) -> dict[str, NDArray[np.float64]]:
-    names = StepRecord.__slots__
+    names = [name for name in StepRecord.__slots__ if name != "rebalance"]
     return {name: np.array([getattr(step, name) for step in steps], dtype=np.float64) for name in names}
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from moejax.core.checked import Among, Checked, NonNegativeInt, PositiveInt, Seed
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import RebalanceConfig
 from moejax.routing.generate import KINDS, check_params
 from moejax.routing.source import check_trace
 
@@ -57,6 +58,11 @@ class GenerateSection(Checked, section="generate"):
 
 
 @dataclass(frozen=True)
+class ReplayedRebalance(RebalanceConfig, section="placement.rebalance"):
+    """The engine's rule, as it would have decided over a trace."""
+
+
+@dataclass(frozen=True)
 class PlacementSection(Checked, section="placement"):
     """Devices that the experts are dealt out to, to see how unevenly the traces load them.
 
@@ -65,11 +71,20 @@ class PlacementSection(Checked, section="placement"):
             leaves placement out where none does; 1 leaves it out.
         redundant: physical experts beyond the model's own in the plan with replicas; None takes one a device.
         nodes: machines that the devices are on.
+        rebalance: with `every_steps`, placements over the trace's time (`moejax.bench.routing.over_time`).
     """
 
     devices: PositiveInt | None = None
     redundant: NonNegativeInt | None = None
     nodes: PositiveInt = 1
+    rebalance: ReplayedRebalance = field(default_factory=ReplayedRebalance)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rebalance.every_steps and (self.nodes > 1 or self.redundant == 0 or self.devices == 1):
+            raise ConfigError(
+                "placement.rebalance needs placement.nodes=1, redundant experts, several devices"
+            )
 
 
 @dataclass(frozen=True)

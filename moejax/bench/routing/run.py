@@ -10,6 +10,7 @@ from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.routing.config import RoutingSelection, needs_model
+from moejax.bench.routing.over_time import over_time_rows
 from moejax.bench.routing.placement import placement_row
 from moejax.bench.routing.rows import differences, layer_rows, trace_row, working_sets
 from moejax.core.config import ModelConfig
@@ -42,6 +43,8 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
     placed = {
         label: placement_row(capture, selection.placement, model) for label, capture in captures.items()
     }
+    label, capture = next(iter(captures.items()))
+    over_time = over_time_rows(capture, selection.placement.rebalance, placed[label], model)
     run.start(seeds={"generate": selection.seed}, variant="+".join(captures))
     files = []
     if selection.generate.kind is not None:
@@ -58,11 +61,12 @@ def run_routing(selection: RoutingSelection, model: ModelConfig | None, run: Exp
             details[label] = working_sets(capture, model)
             task.advance()
     result = run.result(
-        metrics=_metrics(cases),
+        metrics=_metrics(cases, over_time),
         cases=cases,
         routing={"counts": next(iter(captures.values())).counts()},
         layers=layers,
         differences=differences(captures),
+        placement_over_time=over_time,
         working_sets=details,
         loads={label: capture.counts() for label, capture in captures.items()},
     )
@@ -106,8 +110,10 @@ def _generate(selection: RoutingSelection, model: ModelConfig | None, name: str 
     return dataclasses.replace(trace, meta={**trace.meta, "model": name})
 
 
-def _metrics(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _metrics(cases: list[dict[str, Any]], over_time: list[dict[str, Any]]) -> dict[str, Any]:
     metrics: dict[str, Any] = {"traces": len(cases)}
+    for row in over_time:
+        metrics |= {f"{row['placement']}_{name}": row[name] for name in ("imbalance", "moved")}
     for number, case in enumerate(cases):
         end = f"_{case['trace']}" if number else ""
         metrics |= {f"{name}{end}": case[name] for name in _METRICS if case.get(name) is not None}

@@ -21,9 +21,15 @@ from moejax.sharding.pipeline import split_layers
 
 
 def layout_row(
-    model: ModelConfig, parallel: ParallelConfig, hardware: Hardware, section: ScalingSection, block_size: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    hardware: Hardware,
+    section: ScalingSection,
+    block_size: int,
+    imbalance: float = 1.0,
 ) -> dict[str, Any]:
-    """Returns a layout's row on a device kind; times in milliseconds, bytes of one device.
+    """Returns a layout's row on a device kind; times in milliseconds, bytes of one device. `imbalance` is
+    `model_step`'s.
 
     Raises:
         ConfigError: the model cannot be spread so.
@@ -64,7 +70,9 @@ def layout_row(
         microbatches = min(parallel.microbatches or parallel.pp, phase.tokens)
         exchange, why = exchange_of(model, parallel, math.ceil(phase.tokens / microbatches))
         of_step = phase, exchange
-        step = model_step(model, parallel, hardware, stages, *of_step, microbatches=microbatches)
+        step = model_step(
+            model, parallel, hardware, stages, *of_step, microbatches=microbatches, imbalance=imbalance
+        )
         name = phase.name
         if name == "decode" and model.latent is not None and parallel.tensor_size > 1:
             even = [replace(stage, cache=stage.cache // parallel.tensor_size) for stage in stages]

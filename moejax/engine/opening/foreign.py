@@ -17,7 +17,7 @@ EQUIVALENTS = {
     "block_size": "engine=EngineConfig(block_size=N)",
     "num_gpu_blocks_override": "engine=EngineConfig(num_blocks=N)",
     "gpu_memory_utilization": "engine=EngineConfig(kv_cache_memory_gb=X), of the cache alone",
-    "enable_eplb": "LLM.track_load() and LLM.rebalance()",
+    "enable_eplb": "engine=EngineConfig(rebalance=RebalanceConfig(every_steps=N)), or LLM.rebalance",
     "enable_chunked_prefill": "nothing: long prompts are always cut into chunks",
     "enable_prefix_caching": "engine=EngineConfig(prefix_cache=PrefixCacheConfig(enabled=True))",
     "scheduling_policy": 'engine=EngineConfig(policy="priority"); priorities are in RequestOptions',

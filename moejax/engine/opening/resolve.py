@@ -14,7 +14,7 @@ from moejax.checkpoint.directory import load_config, read_json, resolve_model_di
 from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig, PrefixCacheConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
-from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
 from moejax.engine.opening.autotune import choose_products
@@ -226,6 +226,7 @@ def _engine_limits(
             f"engine.max_model_len={longest} exceeds the model's max_position_embeddings {positions}"
         )
     check_capture(engine.capture_routing, config)
+    check_rebalance(engine.rebalance, parallel, config, jax.process_count())
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:

@@ -6,8 +6,9 @@ that outputs do not change (but for the order in which devices' parts are added 
 """
 
 import functools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,16 +17,28 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.scheduling import RebalanceConfig
+from moejax.core.words import one_line
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.routing.expert_counts import LoadWindow
+from moejax.engine.stats import RebalanceEvent
 from moejax.engine.step.bucket_runner import BucketRunner
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import MoELayer
-from moejax.moe.placement import Comparison, Placement, balancedness, compare, plan_placement
+from moejax.moe.placement import (
+    Comparison,
+    Placement,
+    adjust_placement,
+    balancedness,
+    compare,
+    plan_placement,
+)
 from moejax.moe.replicas import ReplicaTable, tables
 from moejax.routing.analysis import loads_of
 from moejax.routing.capture import RoutingCapture
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,50 +120,132 @@ def rebalance(
     """
     if not factor >= 1.0:
         raise ConfigError(f"rebalance: factor={factor}: load is relative to the mean, so it is at least 1")
-    start = time.perf_counter()
-    config, parallel, stages = resolved.config, resolved.parallel, weights.stages
-    old = current_placement(stages, parallel.ep)
+    config, parallel = resolved.config, resolved.parallel
     if isinstance(loads, RoutingCapture):
         loads.check_fits(config, "rebalance")
         loads.require_rows("rebalance")
         loads = loads_of(loads, config.num_layers)
-    sparse = np.asarray(loads)[np.asarray(config.moe_layers)]
-    if not (balancedness(sparse, old) > factor).any():
-        return Rebalanced(compare(old, old, sparse), time.perf_counter() - start, applied=False)
-    new = plan_placement(
-        sparse,
-        devices=parallel.ep,
-        nodes=parallel.expert_nodes,
-        groups=config.router.groups_on(parallel.expert_nodes),
-        redundant=parallel.redundant_experts,
-        keep=old,
-        min_gain=min_gain,
-    )
-    comparison = compare(old, new, sparse, bytes_per_expert=bytes_per_expert(stages))
-    applied = apply_placement(stages, old, new)
-    for functions, stage in zip(weights.functions, stages, strict=True):
-        functions.leaves[:] = type(functions)(stage).leaves
+
+    def plan(sparse: np.ndarray, old: Placement) -> Placement:
+        if not (balancedness(sparse, old) > factor).any():
+            return old
+        return plan_placement(
+            sparse,
+            devices=parallel.ep,
+            nodes=parallel.expert_nodes,
+            groups=config.router.groups_on(parallel.expert_nodes),
+            redundant=parallel.redundant_experts,
+            keep=old,
+            min_gain=min_gain,
+        )
+
+    return _place(resolved, weights, loads, plan)
+
+
+def _place(
+    resolved: ResolvedEngine,
+    weights: Weights,
+    loads: np.ndarray,
+    plan: Callable[[np.ndarray, Placement], Placement],
+) -> Rebalanced:
+    start = time.perf_counter()
+    old = current_placement(weights.stages, resolved.parallel.ep)
+    sparse = np.asarray(loads)[np.asarray(resolved.config.moe_layers)]
+    new = plan(sparse, old)
+    comparison = compare(old, new, sparse, bytes_per_expert=bytes_per_expert(weights.stages))
+    applied = apply_placement(weights, old, new)
     return Rebalanced(comparison, time.perf_counter() - start, applied)
 
 
-def apply_placement(stages: Sequence[Decoder], old: Placement, new: Placement) -> bool:
+class Rebalancer:
+    """Decides every so many steps whether experts move.
+
+    Args:
+        rebalance: moves them where that pays; where it raises, they are where they were.
+    """
+
+    def __init__(self, config: RebalanceConfig, rebalance: Callable[[], Rebalanced]) -> None:
+        self.config, self.rebalance = config, rebalance
+        self._steps = self._rests_until = 0
+
+    def after_step(self) -> RebalanceEvent | None:
+        """Returns what was decided after a step, None where nothing was to be. A failure is only told."""
+        self._steps += 1
+        if self._steps % self.config.every_steps:
+            return None
+        event = functools.partial(RebalanceEvent, self._steps, time.perf_counter())
+        if self._steps < self._rests_until:
+            return event("cooldown")
+        try:
+            done = self.rebalance()
+        except Exception as error:
+            text = one_line(error) or type(error).__name__
+            logger.warning("engine.rebalance: experts stay where they are: %s", text)
+            return event(f"failed: {text}")
+        if done.applied:
+            self._rests_until = self._steps + self.config.cooldown_steps
+        change = done.comparison
+        return event(
+            "moved" if done.applied else "no layer gains enough",
+            float(change.before.mean()),
+            float(change.after.mean()),
+            change.replicated,
+            change.removed,
+            change.bytes_moved,
+            done.seconds,
+        )
+
+
+def automatic(resolved: ResolvedEngine, weights: Weights, runner: BucketRunner) -> Rebalancer:
+    """Returns what decides for `engine.rebalance`; from now on every step counts its load."""
+    config = resolved.engine.rebalance
+    track_load(runner, resolved.config, config.every_steps)
+    plan = functools.partial(adjust_placement, rule=config)
+    return Rebalancer(config, lambda: _place(resolved, weights, tracked(runner), plan))
+
+
+def apply_placement(weights: Weights, old: Placement, new: Placement) -> bool:
     """Moves the experts' weights from where `old` has them to where `new` does, both of the layers with
-    experts, in order. Returns whether any had to move."""
-    moved = []
-    for number, (moe, replicas) in enumerate(expert_layers(stages)):
-        was, now = old.physical_to_logical[number], new.physical_to_logical[number]
-        if np.array_equal(was, now):
-            continue
-        source = sources(was, now, new.slots_per_device)
-        for array in moe.experts.arrays():
-            array.set_value(_taker(array[...].sharding)(array[...], source))
-            moved.append(array[...])
-        for table, value in zip(
-            (replicas.physical, replicas.count), tables(now, new.num_experts), strict=True
-        ):
-            table.set_value(jax.device_put(value, table[...].sharding))
-    jax.block_until_ready(moved)
-    return bool(moved)
+    experts, in order. Returns whether any had to move.
+
+    Layer by layer, so that one layer's experts are there twice at a time. Where one cannot be moved, those
+    before it are moved back.
+    """
+    layers = expert_layers(weights.stages)
+    places = zip(layers, old.physical_to_logical, new.physical_to_logical, strict=True)
+    changed = [each for each in places if not np.array_equal(*each[1:])]
+    for number, (layer, was, now) in enumerate(changed):
+        try:
+            _move(weights, *layer, was, now, new.slots_per_device)
+        except BaseException:
+            for before, there, here in changed[:number]:
+                _move(weights, *before, here, there, new.slots_per_device)
+            raise
+    return bool(changed)
+
+
+def _move(
+    weights: Weights,
+    moe: MoELayer,
+    replicas: ReplicaTable,
+    was: np.ndarray,
+    now: np.ndarray,
+    slots_per_device: int,
+) -> None:
+    """Moves one layer's experts: weights and tables together, or neither."""
+    source = sources(was, now, slots_per_device)
+    variables = [*moe.experts.arrays(), replicas.physical, replicas.count]
+    before = [variable[...] for variable in variables]
+    after = [_taker(array.sharding)(array, source) for array in before[:-2]]
+    for array, table in zip(before[-2:], tables(now, replicas.num_experts), strict=True):
+        after.append(jax.device_put(table, array.sharding))
+    jax.block_until_ready(after)
+    replaced = {id(array): value for array, value in zip(before, after, strict=True)}
+    for variable, value in zip(variables, after, strict=True):
+        variable.set_value(value)
+    for functions in weights.functions:
+        functions.leaves[:] = [replaced.pop(id(leaf), leaf) for leaf in functions.leaves]
+    assert not replaced, "the steps' leaves are the module's arrays"
 
 
 def sources(was: np.ndarray, now: np.ndarray, slots_per_device: int) -> np.ndarray:
