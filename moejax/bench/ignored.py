@@ -11,6 +11,12 @@ _SWITCHES = ("kind", "enabled", "iterations")  # which leave the rest of their s
 _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine", "kv_cache_memory_gb", lambda c: c.engine.num_blocks, "engine.num_blocks is given"),
     ("engine", "autotune_budget_s", lambda c: c.engine.autotune != "measure", "for autotune=measure"),
+    ("engine.adaptive_batching", "*", lambda c: not c.engine.adaptive_batching.enabled, "limits are fixed"),
+    ("engine.adaptive_batching", "sizes", lambda c: c.engine.seq_buckets, "engine.seq_buckets are given"),
+    ("engine.adaptive_batching", "increase decrease",
+        lambda c: c.engine.adaptive_batching.method != "aimd", "for method=aimd"),
+    ("engine.adaptive_batching", "forgetting",
+        lambda c: c.engine.adaptive_batching.method != "fitted", "for method=fitted"),
     ("engine.moe", "capacity_factor overflow",
         lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
     ("engine.moe", "grouped_matmul block_rows",

@@ -31,7 +31,9 @@ _ARRIVALS, _PROMPT_LENGTHS, _OUTPUT_LENGTHS, _PROMPTS, _PREFIXES, _BLOCKS, _KIND
 _BLOCK = 1024
 # Fields that are no part of a workload's hash while they have their defaults.
 _NOT_HASHED = "iterations warmup compare slo trace_file prompts_file trace_format".split()
-_HASHED_IF_SET = "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s mix".split()
+_HASHED_IF_SET = (
+    "turns think_s branches concurrency duration_s warmup_s ramp_up_s timeout_s mix rate_steps rate_step_s"
+).split()
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class ThroughputWorkload(SampledWorkload):
             once.
         burstiness: shape of the gamma-distributed gaps between arrivals, as in vLLM's benchmark: 1 is a
             Poisson process, less comes in bursts, more is steadier (the gaps' variance is mean²/burstiness).
+        rate_steps, rate_step_s: factors of `request_rate`, each for so many seconds, and then from the first
+            one again; none: a steady rate.
         trace_file, trace_format: arrivals, lengths and prompts from a file (see
             `moejax.bench.trace.load_trace`). Conversations, which have no times, come at `request_rate` or
             from users, and their later turns continue what was answered here.
@@ -153,6 +157,8 @@ class ThroughputWorkload(SampledWorkload):
     num_requests: PositiveInt | None = 64
     request_rate: Annotated[float, Must(lambda x: x > 0, "requests per second above 0, or inf")] = math.inf
     burstiness: PositiveNumber = 1.0
+    rate_steps: tuple[PositiveNumber, ...] = ()
+    rate_step_s: PositiveNumber = 1.0
     trace_file: str | None = None
     trace_format: TraceFormat = "auto"
     trace_speedup: PositiveNumber = 1.0
@@ -197,6 +203,7 @@ class ThroughputWorkload(SampledWorkload):
              "shared_prefix_len is for random prompts: those of workload.trace_file and "
              "workload.prompts_file begin as they do"),
             (self.burstiness != 1.0 and at_once, "burstiness needs a finite workload.request_rate"),
+            (self.rate_steps and at_once, "rate_steps need a finite workload.request_rate"),
             (sum(shapes) > 1, "turns, workload.branches and workload.trace_file exclude each other"),
             ((self.num_requests or 0) % self.turns,
              f"num_requests={self.num_requests} is no multiple of workload.turns={self.turns}"),
@@ -384,13 +391,19 @@ def plan_fields(plan: Sequence[PlannedRequest], workload: ThroughputWorkload) ->
 
 
 def _arrivals(workload: ThroughputWorkload, count: int) -> list[float]:
-    """Arrival times in seconds, the first at 0. Another rate stretches the same pattern."""
+    """Arrival times in seconds, the first at 0. Another rate stretches the same pattern, or parts of it."""
     if workload.request_rate == math.inf:
         return [0.0] * count
     rng = np.random.default_rng([workload.seed, _ARRIVALS])
     gaps = rng.standard_gamma(workload.burstiness, size=count - 1)
     gaps /= workload.request_rate * workload.burstiness
-    return [0.0, *np.cumsum(gaps).tolist()]
+    times = np.append(0.0, np.cumsum(gaps))
+    if workload.rate_steps:
+        passed = np.cumsum(workload.rate_steps) * workload.rate_step_s  # of a steady rate's time
+        rounds = math.ceil(times[-1] / passed[-1]) + 1
+        ends = [0.0, *(passed + passed[-1] * np.arange(rounds)[:, None]).ravel().tolist()]
+        times = np.interp(times, ends, workload.rate_step_s * np.arange(len(ends)))
+    return times.tolist()
 
 
 def _prompts(

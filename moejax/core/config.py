@@ -5,7 +5,6 @@ They are plain values: they know nothing of Hydra, Hugging Face or JAX devices. 
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,13 @@ from moejax.core.checked import (
     check,
 )
 from moejax.core.errors import ConfigError
-from moejax.core.scheduling import PolicyName, RebalanceConfig, SchedulingConfig
+from moejax.core.scheduling import (
+    AdaptiveBatchingConfig,
+    Buckets,
+    PolicyName,
+    RebalanceConfig,
+    SchedulingConfig,
+)
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
@@ -48,14 +53,6 @@ LAYER_LISTS = ("moe_layers", "sliding_windows", "linear_layers")
 """Fields of `ModelConfig` with a value for each layer."""
 
 TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
-
-Buckets = Annotated[
-    list[PositiveInt],
-    Must(
-        lambda sizes: sizes and all(b > a for a, b in itertools.pairwise(sizes)),
-        "a list of rising integers, such as [1,8,32]",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -498,6 +495,7 @@ class EngineConfig(Checked, section="engine"):
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
         scheduling: what policies go by, see `SchedulingConfig`.
         rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
+        adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -534,6 +532,7 @@ class EngineConfig(Checked, section="engine"):
     policy: PolicyName = "fcfs"
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
+    adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None
@@ -561,4 +560,9 @@ class EngineConfig(Checked, section="engine"):
             raise ConfigError(
                 f"engine.max_num_batched_tokens {self.max_num_batched_tokens} is below engine.max_num_seqs "
                 f"{self.max_num_seqs}: a step must hold one token of every running sequence"
+            )
+        if self.adaptive_batching.enabled and self.batching == "static":
+            raise ConfigError(
+                "engine.adaptive_batching.enabled=true does not go with engine.batching=static, whose "
+                "batches stay as they are; use engine.batching=continuous"
             )

@@ -1,13 +1,31 @@
-"""What the engine goes by as it runs: classes of service, tenants and their quotas; when experts move."""
+"""What the engine goes by as it runs: classes of service, tenants and their quotas; limits that move, and when
+experts do."""
 
+import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from moejax.core.checked import Checked, NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber
+from moejax.core.checked import (
+    Checked,
+    Must,
+    NonNegativeInt,
+    NonNegativeNumber,
+    OpenShare,
+    PositiveInt,
+    PositiveNumber,
+)
 from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
+Buckets = Annotated[
+    list[PositiveInt],
+    Must(
+        lambda sizes: sizes and all(b > a for a, b in itertools.pairwise(sizes)),
+        "a list of rising integers, such as [1,8,32]",
+    ),
+]
+AtLeastOne = Annotated[float, Must(lambda x: x >= 1, "a number of at least 1")]
 
 
 @dataclass(frozen=True)
@@ -103,3 +121,48 @@ class RebalanceConfig(Checked, section="engine.rebalance"):
                 f"{self._section}remove_below={self.remove_below:g} is more than half of "
                 f"replicate_above={self.replicate_above:g}: replicas would come and go"
             )
+
+
+@dataclass(frozen=True)
+class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
+    """Live limits, see `moejax.engine.scheduling.adaptive`: how many sequences run, and how many prompt
+    tokens a step computes beside their decodes, follow `target_itl_ms`. Off, both are fixed.
+
+    Attributes:
+        method: "buckets" goes to the next bucket; "aimd" increases by an addend and decreases by a factor;
+            "fitted" predicts a step's time from its size and takes the largest within the target.
+        target_itl_ms: milliseconds that a step should take that computes the next token of any sequence:
+            what a running request waits for its next token.
+        sizes: numbers of sequences that steps are compiled for where `seq_buckets` does not say.
+        start, start_tokens: sequences and prompt tokens at first, down to a bucket.
+        history: steps, the newest, whose mean is compared with the target.
+        least: steps in a limit's own bucket before it moves.
+        upper, lower: a limit goes down above so many times the target, and up below.
+        longest: a step counts as at most so many times the target, lest one slow moment decide.
+        increase: what "aimd" adds, as a share of the largest bucket.
+        decrease: by what "aimd" multiplies.
+        forgetting: weight of the step before, relative to the newest one's, under "fitted".
+    """
+
+    enabled: bool = False
+    method: Literal["buckets", "aimd", "fitted"] = "fitted"
+    target_itl_ms: PositiveNumber = 50.0
+    sizes: Buckets = field(default_factory=lambda: [1, 4, 16, 64, 256])
+    start: PositiveInt = 16
+    start_tokens: PositiveInt = 128
+    history: PositiveInt = 100
+    least: PositiveInt = 10
+    upper: AtLeastOne = 1.2
+    lower: OpenShare = 0.8
+    longest: AtLeastOne = 3.0
+    increase: OpenShare = 0.1
+    decrease: OpenShare = 0.5
+    forgetting: OpenShare = 0.98
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for larger, smaller in (("history", "least"), ("longest", "upper")):
+            if getattr(self, larger) < getattr(self, smaller):
+                key = f"engine.adaptive_batching.{larger}"
+                value, least = getattr(self, larger), getattr(self, smaller)
+                raise ConfigError(f"{key}={value} is below {smaller}={least}; raise it or lower {smaller}")

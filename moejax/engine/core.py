@@ -25,6 +25,7 @@ from moejax.core.words import one_line
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
+from moejax.engine.scheduling.adaptive import AdaptiveBatching
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -58,6 +59,8 @@ class InFlight:
     left_waiting: int
     used_blocks: int
     stored_tokens: int
+    limits: tuple[int, int] = (0, 0)  # of adaptive batching
+    compiled: bool = False  # something was, in its time
     ended: float | None = None  # when its tokens were first seen to be there
 
 
@@ -69,7 +72,8 @@ class Engine:
 
     `on_step` is called after every step with its `StepRecord`; `agree` gives process 0's value in all
     processes; `retries` is how often a request of a failed step is computed again before it ends as failed;
-    `rebalance` is called after every step and may move experts.
+    `rebalance` is called after every step and may move experts; `compilations` counts those so far; `adapt` has
+    limits follow the steps' time.
     """
 
     def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
@@ -77,6 +81,8 @@ class Engine:
         self.runner = runner
         self.overlap, self.retries = overlap, 0
         self.agree: Callable[[int], int] = lambda value: value
+        self.compilations: Callable[[], int] = lambda: 0
+        self.adaptive: AdaptiveBatching | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.rebalance: Callable[[], RebalanceEvent | None] = lambda: None
@@ -130,7 +136,7 @@ class Engine:
             if self._turning:
                 raise RequestError("pause and close: not from within a step; call them between two")
             self.unpause()
-            parts: list[Scheduler] = getattr(self.scheduler, "groups", [self.scheduler])
+            parts = self._parts
             try:
                 for part in parts:
                     part.admits = False
@@ -206,7 +212,20 @@ class Engine:
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
+            **(self.adaptive.stats() if self.adaptive else {}),
         }
+
+    def adapt(self, adaptive: AdaptiveBatching | None) -> None:
+        """Has the limits of all data-parallel groups follow a controller's; None leaves them as they are."""
+        self.adaptive = adaptive
+        if adaptive is not None:
+            for part in self._parts:
+                part.most_running, part.most_prefill = adaptive.running, adaptive.prefill
+
+    @property
+    def _parts(self) -> list[Scheduler]:
+        """The scheduler, or those of the data-parallel groups."""
+        return getattr(self.scheduler, "groups", [self.scheduler])
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Steps until `done()`, together with whoever else does.
@@ -264,6 +283,8 @@ class Engine:
                 launched = self._launch(plan, waiting)
             except Exception as caught:
                 error = caught
+        if launched is not None and launched.compiled and previous is not None and previous.ended is None:
+            previous.compiled = True  # its tokens are read after that
         if not self.overlap and launched is not None:
             previous, launched = launched, None
         if previous is not None and not self._collect(previous):
@@ -305,7 +326,7 @@ class Engine:
         return True
 
     def _launch(self, plan: Plan, waiting: int) -> InFlight:
-        scheduler, now = self.scheduler, time.perf_counter()
+        scheduler, now, compiled = self.scheduler, time.perf_counter(), self.compilations()
         for chunk in plan.chunks:
             if chunk.first and chunk.sequence.owner is not None:
                 metrics = chunk.sequence.owner[0].output.metrics
@@ -320,6 +341,8 @@ class Engine:
             scheduler.num_waiting,
             scheduler.allocator.num_used,
             scheduler.stored_tokens() if self.on_step else 0,
+            (self.adaptive.running, self.adaptive.prefill) if self.adaptive else (0, 0),
+            self.compilations() > compiled,
         )
 
     def _deliver(self, step: InFlight, result: StepResult) -> None:
@@ -371,10 +394,19 @@ class Engine:
             preempted=plan.preempted,
             left_waiting=step.left_waiting,
             rebalance=self.rebalance(),
+            compiled=step.compiled,
+            most_running=step.limits[0],
+            most_prefill=step.limits[1],
         )
         self._last_time = now
         self.stats.add(record)
         scheduler.policy.observe(record.seconds, max(1, record.tokens))
+        if self.adaptive is not None and not self.agree(record.compiled):
+            rows, tokens = zip(*((len(p.sequences), p.chunk_tokens) for p in plan.groups), strict=True)
+            self.adaptive.observe(
+                self.agree(round(1e9 * record.seconds)) / 1e9, max(rows), max(tokens), decodes
+            )
+            self.adapt(self.adaptive)
         if self.on_step is not None:
             self.on_step(record)
 

@@ -40,6 +40,8 @@ class StepRecord:
         running: sequences admitted once it was scheduled.
         waiting: sequences queued when its scheduling began, those that it admits included.
         left_waiting: sequences still queued after it.
+        compiled: something was compiled in its seconds.
+        most_running, most_prefill: adaptive batching's limits when it was scheduled; 0 without.
         used_blocks, num_blocks: of the cache, when it was scheduled.
         stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
         preempted: sequences that lost their blocks while it was scheduled.
@@ -60,6 +62,9 @@ class StepRecord:
     preempted: int
     left_waiting: int = 0
     rebalance: RebalanceEvent | None = None
+    compiled: bool = False
+    most_running: int = 0
+    most_prefill: int = 0
 
     @property
     def tokens(self) -> int:

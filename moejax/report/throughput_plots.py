@@ -42,7 +42,8 @@ def latency_distributions(result: Mapping[str, Any], requests: Rows) -> Figure |
 
 
 def load_over_time(result: Mapping[str, Any]) -> Figure | None:
-    """Sequences running and requests waiting over time, a curve per batching mode. Breaks are idle times."""
+    """Sequences running and requests waiting over time, a curve per batching mode. Breaks are idle times;
+    adaptive batching's limit is dotted."""
     timelines = _timelines(result)
     if not timelines:
         return None
@@ -53,6 +54,9 @@ def load_over_time(result: Mapping[str, Any]) -> Figure | None:
         for index, timeline in enumerate(timelines):
             times, values = _curve(timeline, timeline[column])
             axis.plot(times, values, color=_color(timeline, index), linewidth=1.3, label=timeline["label"])
+            if column == "running_max" and "most_running_max" in timeline:
+                limit = _curve(timeline, timeline["most_running_max"])
+                axis.plot(*limit, ":", color=_color(timeline, index), linewidth=1.0)
         axis.set(ylabel=label, ylim=(0, None))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     _share_time(axes, timelines)

@@ -316,6 +316,9 @@ def test_rows_are_steps_while_there_are_few() -> None:
     binned = bin_steps([record(5.1, running=3), record(5.2, running=1)], 5.0)
     assert binned["time_s"] == pytest.approx([0.1, 0.2]) and binned["running_mean"] == [3.0, 1.0]
     assert binned["num_blocks"] == 10 and binned["bin_s"] is None
+    assert "most_running_max" not in bin_steps([record(5.1)], 5.0)
+    limits = bin_steps([record(5.1, most_running=4, most_prefill=16)], 5.0)
+    assert (limits["most_running_max"], limits["most_prefill_max"]) == ([4.0], [16.0])
     assert bin_steps([], 0.0)["time_s"] == []
     with pytest.raises(ValueError, match="max_points"):
         bin_steps([], 0.0, 0)

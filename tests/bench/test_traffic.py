@@ -65,6 +65,15 @@ def test_mean_and_variance_of_gaps(burstiness: float) -> None:
     assert (gaps >= 0).all()
 
 
+def test_a_rate_in_steps_has_each_steps_arrivals() -> None:
+    """Two seconds at 50 a second, two at 200, and again; nearly even gaps, so that counts are known."""
+    times = arrivals(
+        short(num_requests=1001, request_rate=100.0, burstiness=1e4, rate_steps=[0.5, 2], rate_step_s=2.0)
+    )
+    counts = np.histogram(times, bins=np.arange(0.0, 10.0, 2.0))[0]
+    assert (abs(counts - [100, 400, 100, 400]) <= 2).all() and (np.diff(times) > 0).all()
+
+
 def test_another_rate_stretches_the_same_pattern() -> None:
     slow, fast = (arrivals(short(num_requests=50, request_rate=rate)) for rate in (2.0, 8.0))
     np.testing.assert_allclose(slow, 4 * fast)
@@ -264,6 +273,8 @@ def test_unusable_trace_files(tmp_path: Path) -> None:
         ({"request_rate": True}, "workload.request_rate"),
         ({"burstiness": 0.0, "request_rate": 1.0}, "workload.burstiness must be a positive number"),
         ({"burstiness": 0.5}, "needs a finite workload.request_rate"),
+        ({"rate_steps": [1, 2]}, "workload.rate_steps need a finite workload.request_rate"),
+        ({"rate_steps": [1, 0], "request_rate": 1.0}, r"workload.rate_steps"),
         ({"trace_speedup": 2.0}, "needs workload.trace_file"),
         ({"trace_speedup": 0.0}, "workload.trace_speedup"),
         ({"prompt_len": 0}, "workload.prompt_len must be an integer of at least 1 or a distribution"),
@@ -319,7 +330,8 @@ def test_hash_is_of_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
     assert len(base) == 16
     assert base == ThroughputWorkload(iterations=3, warmup=0, compare=("static",)).hash
     for fields in (
-        {"num_requests": 65}, {"request_rate": 4.0}, {"request_rate": 4.0, "burstiness": 2.0}, {"seed": 1},
+        {"request_rate": 4.0, "rate_steps": [1, 2]}, {"num_requests": 65}, {"request_rate": 4.0},
+        {"request_rate": 4.0, "burstiness": 2.0}, {"seed": 1},
         {"turns": 2}, {"concurrency": 2}, {"branches": 2},
         {"prompt_len": 9}, {"output_len": Lengths(8, 129)}, {"temperature": 1.0}, {"ignore_eos": False},
     ):  # fmt: skip

@@ -64,9 +64,9 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
         `time_s`, seconds from `origin` to the end of the bin's last step; `steps` in the bin; the sums
         `seconds prefill_tokens decode_tokens padded_tokens preempted`; the means over the bin's busy time
         `sequences_mean running_mean waiting_mean used_blocks_mean stored_tokens_mean`; the maxima
-        `running_max waiting_max used_blocks_max`. Beside the columns `num_blocks`, and `bin_s`, a bin's
-        length in seconds (None where rows are steps); where any was taken, `rebalance`: decisions
-        (`RebalanceEvent`, times from `origin`).
+        `running_max waiting_max used_blocks_max`, of adaptive batching also `most_running_max
+        most_prefill_max`. Beside the columns `num_blocks`, and `bin_s`, a bin's length in seconds (None where
+        rows are steps); where any was taken, `rebalance`: decisions (`RebalanceEvent`, times from `origin`).
 
     Raises:
         ValueError: `max_points` is below 1.
@@ -98,7 +98,8 @@ def bin_steps(steps: Sequence[StepRecord], origin: float, max_points: int = MAX_
     )
     for name in _MEANS:
         columns[f"{name}_mean"] = np.add.reduceat(c[name] * shares, starts).tolist()
-    for name in _MAXIMA:
+    adaptive = ("most_running", "most_prefill") if c["most_running"].any() else ()
+    for name in (*_MAXIMA, *adaptive):
         columns[f"{name}_max"] = np.maximum.reduceat(c[name], starts).tolist()
     events = [step.rebalance for step in steps if step.rebalance is not None]
     if events:

@@ -19,6 +19,7 @@ from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.routing.rebalance import automatic
+from moejax.engine.scheduling.adaptive import make_adaptive
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.static import StaticScheduler
@@ -70,6 +71,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     engine.retries, engine.agree = config.retries, agree
     if config.rebalance.every_steps:
         engine.rebalance = automatic(resolved, weights, runner).after_step
+    engine.compilations = lambda: len(ledger.entries)
+    engine.adapt(make_adaptive(config.adaptive_batching, lambda: runner.buckets))
     return Started(engine, runner, blocks)
 
 

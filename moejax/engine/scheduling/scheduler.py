@@ -34,6 +34,10 @@ class Scheduler:
         max_num_batched_tokens: tokens a step computes.
         policy: who goes first; first come first served by default.
         windows: blocks of layers with a sliding window, where these have their own.
+
+    Two limits may be set between steps, down to 1: `most_running`, sequences that run at a time, and
+    `most_prefill`, prompt tokens of a step that decodes. Who runs is never preempted for them: nobody is
+    admitted until enough have ended. One request of more samples than `most_running` runs alone.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Scheduler:
         self._chunked: list[Sequence] = []  # by the last plan
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.most_running, self.most_prefill = max_num_seqs, max_num_batched_tokens
         self.policy = policy or Policy()
         self.running: list[Sequence] = []  # by rising policy key
         # A heap by (over its tenant's quota, *rank), order; holds finished ones until they surface.
@@ -117,7 +122,9 @@ class Scheduler:
             self.prefixes.settle()
         urgent = self._displace(plan) if self.policy.preempts else None
         budget = self._decode(plan, self.max_num_batched_tokens)
-        if urgent is not None and budget > 0 and self._room(urgent):
+        if plan.decodes:
+            budget = min(budget, self.most_prefill)
+        if urgent is not None and budget > 0 and self._room(urgent, self._unpromised_slots):
             self._admit(urgent, plan)
             budget -= self._chunk(plan, urgent, budget)
         for sequence in self.running:
@@ -413,10 +420,10 @@ class Scheduler:
         first = self._first()
         return first if first is not None and self._room(first) else None
 
-    def _room(self, sequence: Sequence) -> bool:
-        """Tells whether there is room for one that waits."""
+    def _room(self, sequence: Sequence, slots: int | None = None) -> bool:
+        """Tells whether there is room for one that waits, among so many slots; None: the open ones."""
         # A token still on the device is needed to compute the sequence again.
-        if sequence.pending or sequence.samples > self._open_slots:
+        if sequence.pending or sequence.samples > (self._open_slots if slots is None else slots):
             return False
         match = self.match(sequence)
         short = self._blocks_short(sequence, match)
@@ -431,7 +438,12 @@ class Scheduler:
 
     @property
     def _open_slots(self) -> int:
-        """Slots neither taken nor promised to forks."""
+        """Slots neither taken nor promised to forks, within `most_running` where anyone runs."""
+        barred = self.max_num_seqs - self.most_running if self.running else 0
+        return max(0, self._unpromised_slots - barred)
+
+    @property
+    def _unpromised_slots(self) -> int:
         return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
 
     def match(self, sequence: Sequence) -> Match:

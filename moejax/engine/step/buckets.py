@@ -50,7 +50,8 @@ class Buckets:
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
         """Makes buckets from the configuration; the largest always hold the configured limits."""
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        rows = config.seq_buckets or powers_of_two(1, seqs)
+        adaptive = config.adaptive_batching
+        rows = config.seq_buckets or (adaptive.sizes if adaptive.enabled else powers_of_two(1, seqs))
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
         segments = SegmentLayout.of(num_blocks, config.block_buckets)
         return cls(
@@ -81,16 +82,17 @@ class Buckets:
         The buckets that the configuration leaves open are reduced to the largest that the workload needs and
         one of about a quarter of it, with a prefix cache also one of a short chunk; those beyond its needs
         stay for what comes after it. Steps with chunk tokens have its largest rows only, and its largest
-        segments unless these are many blocks.
+        segments unless these are many blocks. Adaptive batching keeps all rows and chunk tokens to move over.
 
         Args:
             max_total_len: of its longest request, in tokens.
         """
         last_tokens, last_segments = self._largest(max_total_len, config.block_size)
         rows, tokens, counts = self.rows, self.tokens, self.segment_counts
-        if config.seq_buckets is None:
+        moving = config.adaptive_batching.enabled
+        if config.seq_buckets is None and not moving:
             rows = _two(rows, rows[-1])
-        if config.token_buckets is None:
+        if config.token_buckets is None and not moving:
             tokens = _two(tokens, last_tokens)
             if config.prefix_cache.enabled:  # what is left of a prompt that was found
                 tokens = tuple(sorted({*tokens, self.tokens_for(min(SHORT_CHUNK, last_tokens))}))
