@@ -33,6 +33,7 @@ MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
 Batching = Literal["continuous", "static"]
+Preemption = Literal["recompute", "swap", "auto"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 Platform = Literal["auto", "cpu", "gpu"]
@@ -484,6 +485,10 @@ class EngineConfig(Checked, section="engine"):
         max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
         scheduling: what policies go by, see `SchedulingConfig`.
+        preemption: what becomes of a sequence that loses its place: all of it is computed again
+            ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
+        swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
+            up and computed again.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -516,6 +521,8 @@ class EngineConfig(Checked, section="engine"):
     max_num_batched_tokens: PositiveInt = 2048
     policy: PolicyName = "fcfs"
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    preemption: Preemption = "recompute"
+    swap_memory_gb: PositiveNumber = 1.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None

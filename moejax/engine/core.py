@@ -29,6 +29,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
+from moejax.engine.scheduling.swap import swap_stats
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
@@ -203,6 +204,7 @@ class Engine:
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
+            **swap_stats(scheduler.swaps),
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
         }
 
@@ -372,6 +374,8 @@ class Engine:
         self._last_time = now
         self.stats.add(record)
         scheduler.policy.observe(record.seconds, max(1, record.tokens))
+        for swap in scheduler.swaps:
+            swap.observe(record.seconds, record.prefill_tokens)
         if self.on_step is not None:
             self.on_step(record)
 

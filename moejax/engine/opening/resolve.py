@@ -220,6 +220,7 @@ def _engine_limits(
             f"engine.max_model_len={longest} exceeds the model's max_position_embeddings {positions}"
         )
     check_capture(engine.capture_routing, config)
+    _check_preemption(engine, config)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -266,6 +267,20 @@ def _prefix_cache(
         if cache.enabled and holds:
             raise ConfigError(f"engine.prefix_cache.enabled=true does not go with {reason}")
     return cache
+
+
+def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where what is preempted cannot wait in the host's memory."""
+    refusals = {
+        "engine.batching=static, which preempts nothing": engine.batching == "static",
+        "linear attention, whose states are no blocks": any(config.linear_layers),
+        "several processes": jax.process_count() > 1,
+    }
+    for reason, holds in refusals.items():
+        if engine.preemption != "recompute" and holds:
+            raise ConfigError(
+                f"engine.preemption={engine.preemption} does not go with {reason}; use recompute"
+            )
 
 
 def _not_tuned(
