@@ -106,6 +106,11 @@ class Match(NamedTuple):
         """Counts blocks that count as free and cannot be taken by who is to share or copy them."""
         return sum(node.block is not None and not node.live for node in self.path)
 
+    def in_place(self) -> "Match":
+        """Returns the first whole blocks alone, those that a table takes as they are."""
+        nodes = list(itertools.takewhile(self.takes, self.nodes))
+        return Match(nodes, None, 0, sum(len(node.tokens) for node in nodes), self.shared)
+
     def whole(self) -> "Match":
         """Returns the whole blocks alone."""
         return Match(self.nodes, None, 0, self.tokens - self.extra, self.shared)

@@ -38,6 +38,7 @@ MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
 Batching = Literal["continuous", "static"]
+Preemption = Literal["recompute", "swap", "auto"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 Platform = Literal["auto", "cpu", "gpu"]
@@ -496,6 +497,10 @@ class EngineConfig(Checked, section="engine"):
         scheduling: what policies go by, see `SchedulingConfig`.
         rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
         adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
+        preemption: what becomes of a sequence that loses its place: all of it is computed again
+            ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
+        swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
+            up and computed again.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -533,6 +538,8 @@ class EngineConfig(Checked, section="engine"):
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
     adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
+    preemption: Preemption = "recompute"
+    swap_memory_gb: PositiveNumber = 1.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None

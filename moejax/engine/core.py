@@ -30,6 +30,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
+from moejax.engine.scheduling.swap import swap_stats
 from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
@@ -72,8 +73,8 @@ class Engine:
 
     `on_step` is called after every step with its `StepRecord`; `agree` gives process 0's value in all
     processes; `retries` is how often a request of a failed step is computed again before it ends as failed;
-    `rebalance` is called after every step and may move experts; `compilations` counts those so far; `adapt` has
-    limits follow the steps' time.
+    `rebalance` is called after every step and may move experts; `compilations` counts those so far; `adapt`
+    has limits follow the steps' time.
     """
 
     def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
@@ -211,6 +212,7 @@ class Engine:
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
+            **swap_stats(scheduler.swaps),
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
             **(self.adaptive.stats() if self.adaptive else {}),
         }
@@ -407,6 +409,8 @@ class Engine:
                 self.agree(round(1e9 * record.seconds)) / 1e9, max(rows), max(tokens), decodes
             )
             self.adapt(self.adaptive)
+        for swap in scheduler.swaps:
+            swap.observe(record.seconds, record.prefill_tokens)
         if self.on_step is not None:
             self.on_step(record)
 

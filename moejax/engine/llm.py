@@ -376,6 +376,8 @@ class LLM:
             self.engine.stats = type(self.engine.stats)()
             for prefixes in self.engine.scheduler.prefix_caches:
                 prefixes.counts.clear()
+            for swap in self.engine.scheduler.swaps:
+                swap.counts.clear()
 
     def cache_prefix(self, prompt: Prompt) -> int:
         """Computes a prompt and pins it: of all that the prefix cache remembers it is given up last.

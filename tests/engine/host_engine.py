@@ -14,7 +14,7 @@ import pytest
 
 from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
-from moejax.core.config import PrefixCacheConfig
+from moejax.core.config import Preemption, PrefixCacheConfig
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import RequestOptions, SamplingParams
 from moejax.engine.requests.builder import roots_of
@@ -23,6 +23,7 @@ from moejax.engine.scheduling.policies import POLICIES, Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.scheduling.swap import SwapSpace
 from tests.plain.fake_runner import FakeRunner
 
 VOCAB_SIZE = 1000
@@ -97,6 +98,8 @@ class Limits:
     slots: int = 0
     window: int | None = None
     shared: bool = True
+    preemption: Preemption = "recompute"
+    swap_slots: int = 0
     fail_at: frozenset[int] = frozenset()
 
 
@@ -122,8 +125,8 @@ class HostEngine:
 
     Args:
         limits: its configuration.
-        scheduler, allocator, prefixes, windows: other classes than the real ones, to see that a defect is
-            found.
+        scheduler, allocator, prefixes, windows, swap: other classes than the real ones, to see that a defect
+            is found.
         events: what happened is counted here.
         roots: as `roots_of`, for requests that are resumed.
     """
@@ -137,6 +140,7 @@ class HostEngine:
         events: Counter[str] | None = None,
         roots: Callable[[list[Sequence], int], list[Sequence]] = roots_of,
         windows: type[WindowAllocator] = WindowAllocator,
+        swap: type[SwapSpace] = SwapSpace,
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
@@ -150,7 +154,9 @@ class HostEngine:
         if limits.window is not None:
             number = window_blocks(limits.window, limits.block_size, *sizes, limits.num_blocks)
             self.windows = windows(number, limits.block_size, limits.window)
-        self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows)
+        self.swap = swap(limits.preemption, limits.slots, limits.swap_slots)
+        self.swap.move_s = 9.0  # and a token of a prompt takes a second
+        self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
         self.runner = FakeRunner(
             limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window
         )
@@ -190,6 +196,7 @@ class HostEngine:
                 group.aborted.update(range(1, len(group.samples)))
             if sample in flying:
                 self.events["abort in flight"] += 1
+            self.events["abort swapped"] += bool(sample.swapped)
             self.scheduler.finish(sample)
         self.scheduler.check_integrity()
 
@@ -350,7 +357,7 @@ class HostEngine:
         self.events["preemptions"] += len(gone)
         self.events["preemptions before forking"] += sum(s.order in unforked for s in gone)
         for sequence in gone:
-            self._stored[sequence.order] = 0
+            self._swapped_out(sequence)
         if plan:
             self._check_plan(plan, [s for s in before if s not in displaced], queued)
         return plan
@@ -360,12 +367,15 @@ class HostEngine:
         rows, limits, allocator = plan.sequences, self.limits, self.allocator
         size, real = allocator.block_size, len(plan.decodes) - plan.idle
         decodes, padding = plan.decodes[:real], plan.decodes[real:]
+        back = [s for s in decodes if s in queued]  # from the host's store, with one token to compute
+        self.events["swaps back that decode"] += len(back)
+        assert all(s.preemptions and len(s.tokens) == s.computed for s in back)
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
         assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)
         if not self.policy.moves:
-            keys = [self.policy.key(s) for s in decodes]
+            keys = [self.policy.key(s) for s in decodes if s not in back]
             assert keys == sorted(keys), "decodes out of order"
         for sequence, position in zip(decodes, plan.positions, strict=False):
             self._advance(sequence, position, 1)
@@ -434,11 +444,11 @@ class HostEngine:
 
     def _check_transport(self, plan: StepPlan) -> None:
         """Each load goes to another block that was free; nothing is loaded that a save is to overwrite."""
-        assert self.prefixes is not None or not (plan.saves or plan.loads)
+        assert self.prefixes is not None or self.swap.num_slots or not (plan.saves or plan.loads)
         blocks = [block for _, block in plan.loads]
         assert len(set(blocks)) == len(blocks) and not {block for _, block in plan.copies} & set(blocks)
         slots = [slot for _, slot in plan.saves]
-        assert len(set(slots)) == len(slots) <= self.limits.slots
+        assert len(set(slots)) == len(slots) <= self.limits.slots + self.limits.swap_slots
         self.events["saves"] += len(slots)
         self.events["loads"] += len(blocks)
 
@@ -447,6 +457,9 @@ class HostEngine:
         sequence = chunk.sequence
         assert chunk.start == sequence.cached
         if not chunk.start:
+            return
+        if sequence.preemptions and chunk.start == self._stored.get(sequence.order):
+            self.events["swaps back in mid-prompt"] += 1
             return
         assert self.prefixes is not None and sequence.identity is not None
         assert sequence.not_looked_up is None
@@ -458,6 +471,18 @@ class HostEngine:
         self.events["readmission hits" if again else "hits"] += 1
         self.hit_tokens += 0 if again else chunk.start
         self.events["hits within a block"] += chunk.start % self.allocator.block_size > 0
+
+    def _swapped_out(self, sequence: Sequence) -> None:
+        """What a preempted sequence has computed is kept on the host, all of it, or given up."""
+        swapped, stored = bool(sequence.swapped), self._stored[sequence.order]
+        assert not swapped or sequence.preempted_at == stored
+        self._stored[sequence.order] = stored if swapped else 0
+        self.events["swaps"] += swapped
+        self.events["swaps with a token not read"] += swapped and sequence.pending > 0
+        self.events["swaps with forks to come"] += swapped and bool(sequence.forks)
+        self.events["swaps without room"] = max(
+            self.events["swaps without room"], self.swap.counts["swaps_without_room"]
+        )
 
     def _advance(self, sequence: Sequence, start: int, count: int) -> None:
         """Positions are computed one after another, from 0 again only after a preemption."""
@@ -477,6 +502,7 @@ class HostEngine:
         for _, sequence in taken:
             if sequence.state is State.FINISHED and len(sequence.tokens) < sequence.max_length:
                 self.events["stops"] += 1
+        self.swap.observe(1.0 + plan.chunk_tokens, plan.chunk_tokens)
         for chunk in plan.chunks:
             if chunk.sequence.score and chunk.start + chunk.count == chunk.sequence.prompt_len:
                 self._scored.add(chunk.sequence.order)
@@ -488,8 +514,9 @@ class HostEngine:
         if self.in_flight:
             self._postprocess(*self.in_flight)
             self.in_flight = None
-        for sequence in self.scheduler.running:
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting()]:
             self._stored[sequence.order] = 0
+            self.events["failures while swapped"] += bool(sequence.swapped)
         self.scheduler.forget_device_state()
         self.runner.reset()
         self.scheduler.check_integrity()

@@ -3,7 +3,7 @@ stuck, and every request gets the tokens that it would get alone. Defects put in
 
 from collections import Counter
 from collections.abc import Sequence as Row
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.cache.prefix import POLICIES, Match, Node, PrefixTree, make_prefixes
-from moejax.core.config import PrefixCacheConfig
+from moejax.core.config import Preemption, PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import SchedulingConfig, Tenant
 from moejax.engine.requests.api import RequestOptions
@@ -29,6 +29,7 @@ from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.scheduling.swap import SwapSpace
 from tests.engine.host_engine import Ask, HostEngine, Limits
 from tests.examples import slow_but
 
@@ -40,6 +41,16 @@ CACHE_EVENTS = (
     "readmission hits",
     "saves",
     "saves when idle",
+)
+SWAP_EVENTS = (
+    "abort swapped",
+    "failures while swapped",
+    "swaps",
+    "swaps back in mid-prompt",
+    "swaps back that decode",
+    "swaps with a token not read",
+    "swaps with forks to come",
+    "swaps without room",
 )
 EVENTS = (
     "abort in flight",
@@ -73,6 +84,7 @@ EVENTS = (
 )
 
 LONGEST_PROMPT, MOST_TOKENS = 24, 40
+MODES = get_args(Preemption)
 
 
 options = st.builds(
@@ -130,29 +142,35 @@ caches = st.builds(
 
 
 @st.composite
-def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig] | None = None) -> Limits:
-    """From an engine that holds one sequence, or not even each one, to one where memory is never short."""
+def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig | None] | None = None) -> Limits:
+    """From an engine that holds one sequence, or not even each one, to one where memory is never short.
+    With `prefixes` what is preempted may be swapped, too."""
     caches = None if prefixes is None else draw(prefixes)
-    seqs = draw(st.integers(1, 8))
+    seqs = draw(st.integers(1 if prefixes is None or caches else 3, 8))
     size = draw(st.integers(1, 8))
     longest = -(-(LONGEST_PROMPT + MOST_TOKENS) // size)
     scarce = st.integers(longest, longest + 6)
+    swaps, alone = prefixes is not None, prefixes is not None and caches is None
     return Limits(
         num_blocks=draw(
-            st.one_of(scarce, scarce, st.integers(2, longest), st.integers(longest, 6 * longest))
+            scarce
+            if alone
+            else st.one_of(scarce, scarce, st.integers(2, longest), st.integers(longest, 6 * longest))
         ),
         block_size=size,
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw(st.one_of(st.integers(0, 3), st.integers(0, 20))),
         overlap=draw(st.booleans()),
-        static=caches is None and draw(st.sampled_from((False, False, True))),
+        static=prefixes is None and draw(st.sampled_from((False, False, True))),
         policy=draw(st.sampled_from(("fcfs", "priority", "edf", "slo", *policies.POLICIES))),
         scheduling=draw(schedulings),
         prefixes=caches,
         slots=draw(st.sampled_from((3, 20, 200, 1))) if caches else 0,
-        window=None if caches else draw(st.sampled_from((None, 1, 5, 12))),
+        window=None if caches or swaps else draw(st.sampled_from((None, 1, 5, 12))),
         shared=caches is None or draw(st.booleans()),
         fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
+        preemption=draw(st.sampled_from(MODES[1 if alone else 0 :])) if swaps else "recompute",
+        swap_slots=draw(st.sampled_from((40, 200, 3))) if swaps else 0,
     )
 
 
@@ -165,11 +183,12 @@ class Machine(RuleBasedStateMachine):
     prefixes: ClassVar[Any] = staticmethod(make_prefixes)
     roots: ClassVar[Any] = staticmethod(roots_of)
     windows: type[WindowAllocator] = WindowAllocator
+    swap: type[SwapSpace] = SwapSpace
 
     @initialize(limits=limits())
     def start(self, limits: Limits) -> None:
         kinds = self.scheduler[limits.static], self.allocator, self.prefixes
-        self.engine = HostEngine(limits, *kinds, self.events, self.roots, self.windows)
+        self.engine = HostEngine(limits, *kinds, self.events, self.roots, self.windows, self.swap)
 
     @rule(batch=st.lists(kinds, min_size=1, max_size=6))
     def arrive(self, batch: list[Ask]) -> None:
@@ -285,9 +304,17 @@ class Machine(RuleBasedStateMachine):
 
 
 class Remembering(Machine):
-    """The same with a memory of prefixes."""
+    """The same with a memory of prefixes, and perhaps one of what is preempted."""
 
     @initialize(limits=limits(caches))
+    def start(self, limits: Limits) -> None:
+        super().start(limits)
+
+
+class Swapping(Machine):
+    """The same with a memory of what is preempted alone."""
+
+    @initialize(limits=limits(st.none()))
     def start(self, limits: Limits) -> None:
         super().start(limits)
 
@@ -313,15 +340,19 @@ def test_random_workloads(examples: int):
     """As few examples as still come by every event, with a memory or without."""
     every = [explore(machine, examples) for machine in (Machine, Remembering)]
     assert all(events["steps"] >= 5_000 for events in every)
-    assert not [event for event in (*EVENTS, *CACHE_EVENTS) if not sum(every, Counter())[event]], every
+    every.append(explore(Swapping, examples // 4))
+    wanted = (*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS)
+    assert not [event for event in wanted if not sum(every, Counter())[event]], every
 
 
 @pytest.mark.slow
 def test_random_workloads_for_long():
-    for machine, wanted in ((Machine, EVENTS), (Remembering, (*EVENTS, *CACHE_EVENTS))):
+    remembering = (*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS)
+    swapping = (*EVENTS, *SWAP_EVENTS)
+    for machine, wanted in ((Machine, EVENTS), (Remembering, remembering), (Swapping, swapping)):
         events = explore(machine, 1_000, derandomize=False)
         assert events["steps"] >= 100_000
-        never = {"padding rows"} if machine is Remembering else set()
+        never = {"padding rows"} if machine is not Machine else set()
         assert not [event for event in wanted if not events[event] and event not in never], events
 
 
@@ -467,6 +498,42 @@ class AdmitsWhilePaused(Scheduler):
     admits: Any = property(lambda self: True, lambda self, value: None)
 
 
+class SavesTooLate(SwapSpace):
+    """Copies a block only after who took it has written to it."""
+
+    def take_saves(self) -> list[tuple[int, int]]:
+        late, self.late = getattr(self, "late", []), super().take_saves()
+        return late
+
+
+class SavesWhatIsNotComputed(SwapSpace):
+    """Takes the token that is still to be computed for one in the block."""
+
+    def out(self, sequence: Sequence, block_size: int) -> None:
+        super().out(sequence, block_size)
+        if sequence.swapped and sequence.preempted_at % block_size:
+            sequence.preempted_at += 1
+
+
+class LoadsOtherSlots(SwapSpace):
+    def back(self, sequence: Sequence, *arguments: Any) -> None:
+        sequence.swapped = sequence.swapped[::-1]
+        super().back(sequence, *arguments)
+
+
+class LeaksSlots(SwapSpace):
+    def forget(self, sequence: Sequence) -> None:
+        sequence.swapped = []
+
+
+class GivesSlotsTwice(SwapSpace):
+    """Frees the slots of one that is still to come back."""
+
+    def out(self, sequence: Sequence, block_size: int) -> None:
+        super().out(sequence, block_size)
+        self._free += sequence.swapped
+
+
 def forks_what_has_tokens(samples: list[Sequence], most: int) -> list[Sequence]:
     samples[0].forks = samples[1:]
     return samples[:1]
@@ -480,17 +547,18 @@ SCHEDULERS = (
     SkipsCopies, SkipsCopiesInWindows, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
     BreaksPromises, TakesTokensOfTheDead, AdmitsWhilePaused,
 )  # fmt: skip
+SWAPS = (SavesTooLate, SavesWhatIsNotComputed, LoadsOtherSlots, LeaksSlots, GivesSlotsTwice)
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
 WINDOWS = (SlidesTooFar, NeverSlides, SharesWindowsUncounted)
 
 
 @pytest.mark.parametrize(
     "defect",
-    (*SCHEDULERS, *ALLOCATORS, *WINDOWS, *PREFIXES, forks_what_has_tokens),
+    (*SCHEDULERS, *ALLOCATORS, *WINDOWS, *PREFIXES, *SWAPS, forks_what_has_tokens),
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_is_found(defect: Any):
-    class Broken(Remembering if defect in PREFIXES else Machine):
+    class Broken(Remembering if defect in PREFIXES else Swapping if defect in SWAPS else Machine):
         pass
 
     if not isinstance(defect, type):
@@ -499,6 +567,8 @@ def test_a_defect_is_found(defect: Any):
         Broken.prefixes = defect
     elif issubclass(defect, WindowAllocator):
         Broken.windows = defect
+    elif issubclass(defect, SwapSpace):
+        Broken.swap = defect
     elif issubclass(defect, BlockAllocator):
         Broken.allocator = defect
     else:

@@ -140,6 +140,7 @@ def test_memory_that_is_given_is_shared() -> None:
     [
         ({"max_model_len": SEEN}, "no layer has a sliding window below the 5 tokens of engine.max_model_len"),
         ({"prefix_cache": PrefixCacheConfig(enabled=True)}, "engine.prefix_cache.enabled=true needs all"),
+        ({"preemption": "swap"}, "engine.preemption=swap moves all tokens"),
     ],
 )
 def test_where_it_cannot_be(changes: dict[str, Any], message: str, llm: LLM) -> None:

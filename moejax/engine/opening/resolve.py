@@ -227,6 +227,7 @@ def _engine_limits(
         )
     check_capture(engine.capture_routing, config)
     check_rebalance(engine.rebalance, parallel, config, jax.process_count())
+    _check_preemption(engine, config)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -247,12 +248,13 @@ def _window(engine: EngineConfig, config: ModelConfig, longest: int) -> int | No
     """Decides how many tokens layers with a sliding window keep; None: all.
 
     Raises:
-        ConfigError: it was asked for, and there is no window, or what is remembered needs all tokens.
+        ConfigError: it was asked for, and there is no window, or all tokens are needed.
     """
     windows = [window for window in config.sliding_windows if window is not None and window < longest]
     refusals = {
         f"no layer has a sliding window below the {longest} tokens of engine.max_model_len": not windows,
         "engine.prefix_cache.enabled=true needs all tokens of a prompt": engine.prefix_cache.enabled,
+        f"engine.preemption={engine.preemption} moves all tokens": engine.preemption != "recompute",
     }
     reasons = [reason for reason, holds in refusals.items() if holds]
     if engine.window_cache == "window" and reasons:
@@ -291,6 +293,20 @@ def _prefix_cache(
         if cache.enabled and holds:
             raise ConfigError(f"engine.prefix_cache.enabled=true does not go with {reason}")
     return cache
+
+
+def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where what is preempted cannot wait in the host's memory."""
+    refusals = {
+        "engine.batching=static, which preempts nothing": engine.batching == "static",
+        "linear attention, whose states are no blocks": any(config.linear_layers),
+        "several processes": jax.process_count() > 1,
+    }
+    for reason, holds in refusals.items():
+        if engine.preemption != "recompute" and holds:
+            raise ConfigError(
+                f"engine.preemption={engine.preemption} does not go with {reason}; use recompute"
+            )
 
 
 def _not_tuned(

@@ -1,5 +1,6 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
+import time
 from typing import NamedTuple
 
 import jax
@@ -21,8 +22,10 @@ from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.routing.rebalance import automatic
 from moejax.engine.scheduling.adaptive import make_adaptive
 from moejax.engine.scheduling.groups import GroupScheduler
+from moejax.engine.scheduling.plan import GroupPlan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.static import StaticScheduler
+from moejax.engine.scheduling.swap import MOVED_AT_A_TIME, SwapSpace
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
@@ -73,6 +76,10 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.rebalance = automatic(resolved, weights, runner).after_step
     engine.compilations = lambda: len(ledger.entries)
     engine.adapt(make_adaptive(config.adaptive_batching, lambda: runner.buckets))
+    if config.preemption == "auto" and not absent:
+        seconds = time_to_move(runner)
+        for swap in engine.scheduler.swaps:
+            swap.move_s = seconds
     return Started(engine, runner, blocks)
 
 
@@ -83,7 +90,7 @@ def make_runner(
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
-    slots = store_slots(resolved, cache)
+    slots = sum(store_slots(resolved, cache))
     runner: DeviceRunner | PipelineRunner
     if len(stages) > 1:
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
@@ -107,7 +114,7 @@ def make_runner(
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
     config, remembered = resolved.engine, resolved.prefix_cache
-    slots, shared = store_slots(resolved, cache), resolved.kernels != "xla"
+    (slots, swapped), shared = store_slots(resolved, cache), resolved.kernels != "xla"
     kind = StaticScheduler if config.batching == "static" else Scheduler
     schedulers = [
         kind(
@@ -120,32 +127,53 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
             config.max_num_batched_tokens,
             resolved.policy,
             WindowAllocator(cache.window_blocks, cache.block_size, cache.window) if cache.window else None,
+            SwapSpace(config.preemption, slots, swapped),
         )
         for _ in range(resolved.places[0].groups)
     ]
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
 
 
-def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> int:
-    """Returns how many blocks of each data-parallel group the host's store has room for.
+def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:
+    """Returns how many blocks of each data-parallel group the host's store has room for: of remembered
+    prefixes, and of sequences that were preempted.
 
     Raises:
         ConfigError: it has room for none.
     """
-    remembered = resolved.prefix_cache
-    if not remembered.enabled or remembered.place != "host":
-        return 0
-    memory, size = (
-        remembered.host_memory_gb * 1e9,
-        block_bytes(resolved.config, cache.block_size, cache.dtype),
+    engine, remembered = resolved.engine, resolved.prefix_cache
+    size = block_bytes(resolved.config, cache.block_size, cache.dtype)
+
+    def slots(used: bool, key: str, memory_gb: float) -> int:
+        count = int(memory_gb * 1e9 // (size * resolved.places[0].groups)) if used else 0
+        if used and count < 1:
+            raise ConfigError(
+                f"engine.{key}={memory_gb:g} does not hold one block of {cache.block_size} tokens, "
+                f"{size / 1e9:.3g} GB; raise it or lower engine.block_size"
+            )
+        return count
+
+    to_host = remembered.enabled and remembered.place == "host"
+    return (
+        slots(to_host, "prefix_cache.host_memory_gb", remembered.host_memory_gb),
+        slots(engine.preemption != "recompute", "swap_memory_gb", engine.swap_memory_gb),
     )
-    slots = int(memory // (size * resolved.places[0].groups))
-    if slots < 1:
-        raise ConfigError(
-            f"engine.prefix_cache.host_memory_gb={remembered.host_memory_gb:g} does not hold one block of "
-            f"{cache.block_size} tokens, {size / 1e9:.3g} GB; raise it or lower engine.block_size"
-        )
-    return slots
+
+
+def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
+    """Returns the seconds that copying `MOVED_AT_A_TIME` blocks of each data-parallel group to the host's
+    store and back takes; what the cache holds is forgotten."""
+    most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
+    pairs = [(place, place) for place in range(most)]
+    plan = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups)
+    seconds = []
+    for _ in range(4):  # the first compiles
+        start = time.perf_counter()
+        runner.save(plan)
+        jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
+        seconds.append(time.perf_counter() - start)
+    runner.reset()
+    return min(seconds)
 
 
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:

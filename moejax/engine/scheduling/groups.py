@@ -13,6 +13,7 @@ from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.swap import SwapSpace
 
 
 class GroupedBlocks:
@@ -59,6 +60,8 @@ class GroupScheduler:
     @property
     def prefix_caches(self) -> list[PrefixTree]:
         return joined(group.prefix_caches for group in self.groups)
+
+    swaps: list[SwapSpace] = of_groups("swaps", joined)
 
     def add(self, sequence: Sequence, group: int | None = None) -> None:
         """Queues a sequence (with its forks) in a group: the one with the least to do unless it is given.

@@ -2,7 +2,7 @@
 
     add → waiting ──admit──→ running ──finish/abort──→ finished
               ↑                 │
-              └────preempt──────┘   (blocks given up; all is computed again on re-admission)
+              └────preempt──────┘   (blocks given up; see `moejax.engine.scheduling.swap`)
 
 `schedule` claims blocks and advances `Sequence.computed` as if the step had run; `postprocess` brings the
 sampled tokens back. Between the two a second `schedule` may come (the overlapped loop): a token that was
@@ -22,6 +22,7 @@ from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.swap import SwapSpace
 
 
 class Scheduler:
@@ -34,6 +35,7 @@ class Scheduler:
         max_num_batched_tokens: tokens a step computes.
         policy: who goes first; first come first served by default.
         windows: blocks of layers with a sliding window, where these have their own.
+        swap: what becomes of what is preempted; computed again by default.
 
     Two limits may be set between steps, down to 1: `most_running`, sequences that run at a time, and
     `most_prefill`, prompt tokens of a step that decodes. Who runs is never preempted for them: nobody is
@@ -47,6 +49,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: Policy | None = None,
         windows: WindowAllocator | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.allocator = allocator
         self.windows = windows
@@ -55,6 +58,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.most_running, self.most_prefill = max_num_seqs, max_num_batched_tokens
         self.policy = policy or Policy()
+        self.swap = swap or SwapSpace()
         self.running: list[Sequence] = []  # by rising policy key
         # A heap by (over its tenant's quota, *rank), order; holds finished ones until they surface.
         self._waiting: list[tuple[Any, int, Sequence]] = []
@@ -99,6 +103,11 @@ class Scheduler:
         """The memory of prefixes, of each data-parallel group its own; empty without."""
         return [self.prefixes] if self.prefixes is not None else []
 
+    @property
+    def swaps(self) -> list[SwapSpace]:
+        """What becomes of what is preempted, of each data-parallel group."""
+        return [self.swap]
+
     def add(self, sequence: Sequence, group: int | None = None) -> None:
         """Queues a sequence (with its forks). The only group is its own.
 
@@ -125,8 +134,7 @@ class Scheduler:
         if plan.decodes:
             budget = min(budget, self.most_prefill)
         if urgent is not None and budget > 0 and self._room(urgent, self._unpromised_slots):
-            self._admit(urgent, plan)
-            budget -= self._chunk(plan, urgent, budget)
+            budget -= self._begin(urgent, plan, budget)
         for sequence in self.running:
             if budget <= 0:
                 break
@@ -134,8 +142,7 @@ class Scheduler:
                 budget -= self._chunk(plan, sequence, budget)
         # After a preemption memory is short, or places are: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
-            self._admit(first, plan)
-            budget -= self._chunk(plan, first, budget)
+            budget -= self._begin(first, plan, budget)
         self._fork(plan)
         if plan.decodes or plan.chunks:
             plan.saves = self.take_saves()
@@ -184,7 +191,8 @@ class Scheduler:
 
     def take_saves(self) -> list[tuple[int, int]]:
         """Returns the (block, slot) to be copied to the host's store before the next step."""
-        return self.prefixes.take_saves() if self.prefixes is not None else []
+        remembered = self.prefixes.take_saves() if self.prefixes is not None else []
+        return remembered + self.swap.take_saves()
 
     def save_only(self) -> StepPlan | None:
         """Returns a plan with nothing but blocks to be copied to the host's store; None if there are none."""
@@ -207,6 +215,7 @@ class Scheduler:
         """Gives up, after a failed step, tokens that were not read, and has what runs computed anew."""
         for sequence in [*self.running, *self.waiting()]:
             sequence.pending = 0
+            self.swap.forget(sequence)
         for sequence in list(self.running):
             sequence.computed = 0  # what its blocks hold is not known: nothing of it is remembered
             self.preempt(sequence)
@@ -226,13 +235,15 @@ class Scheduler:
             self._end(sequence)
         else:
             self._dequeue(sequence)
+            self.swap.forget(sequence)
         sequence.state = State.FINISHED
         for fork in sequence.forks:
             fork.state = State.FINISHED
         sequence.forks = []
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's blocks and slot and queues it again, to be computed anew."""
+        """Takes a running sequence's blocks and slot and queues it again."""
+        self.swap.out(sequence, self.allocator.block_size)
         self._leave(sequence)
         sequence.computed = sequence.cached = 0
         sequence.preemptions += 1
@@ -265,6 +276,7 @@ class Scheduler:
         queued = self.waiting()
         if any(s.blocks or s.slot != -1 or s.computed for s in queued):
             raise AssertionError("a waiting sequence owns blocks or a slot")
+        self.swap.check_integrity(queued, self.allocator.block_size)
         if len(set(map(id, queued))) != len(queued) or self.num_waiting != sum(s.samples for s in queued):
             raise AssertionError(f"{self.num_waiting} samples counted as waiting, {len(queued)} queued")
 
@@ -345,6 +357,19 @@ class Scheduler:
             sequence.pending += 1
         plan.chunks.append(chunk)
         return count
+
+    def _begin(self, sequence: Sequence, plan: StepPlan, budget: int) -> int:
+        """Admits one of the queue and returns how many of its tokens the step computes. Of who comes back
+        with all but one, that is decoded: a chunk, however short, would cost more."""
+        swapped = bool(sequence.swapped)
+        self._admit(sequence, plan)
+        if not (swapped and decodes_next(sequence)):
+            return self._chunk(plan, sequence, budget)
+        plan.decodes.append(sequence)
+        plan.positions.append(sequence.computed)
+        sequence.computed += 1
+        sequence.pending += 1
+        return 1
 
     def _fork(self, plan: StepPlan) -> None:
         """Starts the forks of prompts that this plan completes: they share all blocks and sample now."""
@@ -451,6 +476,9 @@ class Scheduler:
         if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
             return NOTHING
         match = self.prefixes.match(sequence.identity, sequence.tokens[:-1])
+        if sequence.swapped:  # the host's store has what is not in place
+            match = match.in_place()
+            match = match._replace(tokens=max(match.tokens, sequence.preempted_at))
         # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
         return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
@@ -464,6 +492,7 @@ class Scheduler:
         self._dequeue(sequence)
         if self.prefixes is not None:
             self._reuse(sequence, plan, self.prefixes)
+        self.swap.back(sequence, plan.loads, self.allocator)
         self.policy.admitted(sequence)
         sequence.resumed = len(sequence.tokens)
         self.allocator.grow(sequence.blocks, sequence.length)
@@ -528,7 +557,8 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        if self.prefixes is not None and sequence.identity is not None and sequence.computed:
+        remembers = self.prefixes is not None and sequence.identity is not None and not sequence.swapped
+        if self.prefixes is not None and remembers and sequence.computed:
             known = sequence.tokens[: sequence.computed]
             self.prefixes.insert(sequence.identity, known, sequence.blocks, ended=True)
         self.allocator.release(sequence.blocks)

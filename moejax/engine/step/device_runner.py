@@ -14,6 +14,7 @@ from moejax.cache.store import BlockStore
 from moejax.core.config import CacheKind, EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
 from moejax.engine.step.batch import layout
 from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
 from moejax.engine.step.functions import shapes_of
@@ -35,10 +36,6 @@ class MoveKey(NamedTuple):
     """Shape bucket of the programs that copy blocks to the host's store and back: the blocks of a segment."""
 
     blocks: int
-
-
-MOVED_AT_A_TIME = 16
-"""Blocks that one call of such a program copies at most."""
 
 
 class Launched(NamedTuple):
