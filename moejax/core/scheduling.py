@@ -1,4 +1,4 @@
-"""What the engine goes by as it runs: classes of service, tenants and quotas; limits that move, and experts."""
+"""What the engine goes by as it runs: classes of service, tenants, quotas; limits that move, and experts."""
 
 import itertools
 from dataclasses import dataclass, field
