@@ -18,9 +18,9 @@ from moejax.core.checked import (
     NonNegativeNumber,
     PositiveInt,
     PositiveNumber,
-    check,
 )
 from moejax.core.errors import ConfigError
+from moejax.core.rope import RopeConfig, yarn_mscale
 from moejax.core.scheduling import (
     AdaptiveBatchingConfig,
     Buckets,
@@ -29,7 +29,6 @@ from moejax.core.scheduling import (
     SchedulingConfig,
 )
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 QkNorm = Literal["none", "head", "projection", "rotated"]
 NormKind = Literal["rms", "rms_unit_offset", "layer"]
 RouterScores = Literal["softmax", "sigmoid", "sparsemixer"]
@@ -54,45 +53,6 @@ LAYER_LISTS = ("moe_layers", "sliding_windows", "linear_layers")
 """Fields of `ModelConfig` with a value for each layer."""
 
 TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding and its context extension.
-
-    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); dynamic NTK;
-    YaRN (arXiv 2309.00071); the Llama 3.1 model card's piecewise scaling. Field names follow
-    Hugging Face's `rope_parameters`. `partial_rotary_factor` is the share of a head's dimensions that are
-    rotated, the first R of Dh. `interleaved` pairs dimension 2i with 2i + 1, not i with i + R/2.
-    """
-
-    kind: RopeKind = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    partial_rotary_factor: float = 1.0
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        check("rope_type", self.kind, RopeKind)
-        check("rope_theta", self.theta, PositiveNumber)
-        if self.kind != "default":
-            check("rope factor", self.factor, PositiveNumber)
-        if self.kind in ("yarn", "llama3") and not self.original_max_position_embeddings:
-            raise ConfigError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Returns the factor that YaRN gives to queries and keys of a context `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
@@ -292,6 +252,10 @@ class ModelConfig(Checked):
             raise ConfigError(
                 f"partial_rotary_factor {share:g} of head_dim {self.head_dim} rotates {rotated} dimensions "
                 "(an even number of them from 2 to head_dim can be)"
+            )
+        if (factors := len(self.rope.short_factor)) not in (0, rotated // 2):
+            raise ConfigError(
+                f"short_factor and long_factor have {factors} numbers; {rotated // 2} pairs of a head rotate"
             )
         self._check_groups()
 

@@ -37,7 +37,8 @@ ONLY_AT: dict[str, Any] = {
 
 ROPE_KEYS = {
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor",
+    "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+    "short_mscale", "long_mscale",
 }  # fmt: skip
 
 
@@ -124,7 +125,10 @@ class HfFields:
                 f"(known: {', '.join(sorted(ROPE_KEYS))})"
             )
         fields = {name: value for name, value in fields.items() if value is not None}
-        if kind in ("yarn", "llama3"):
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        if kind == "longrope" and (original := self.take("original_max_position_embeddings")):
+            fields.setdefault("original_max_position_embeddings", original)
+        if kind in ("yarn", "llama3", "longrope"):
             fields.setdefault("original_max_position_embeddings", max_position_embeddings)
             if "factor" not in fields:
                 fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
@@ -215,6 +219,10 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
             "mscale", "mscale_all_dim", "truncate",
         ),
         "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        "longrope": (
+            "factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor",
+            "short_mscale", "long_mscale",
+        ),
     }  # fmt: skip
     for name in used[rope.kind]:
         if getattr(rope, name) is not None:

@@ -1,10 +1,12 @@
 """Rotary position embedding with the context extensions that the supported families use.
 
 Frequencies are computed on the host in float32 by the formulas that Hugging Face follows, so that long
-positions rotate by the same angles there and here. Only `dynamic` depends on the sequence at run time.
+positions rotate by the same angles there and here. Only `dynamic` and `longrope` depend on the sequence at
+run time.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +62,23 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return np.where((wavelength >= shortest) & (wavelength <= longest), blended, freqs).astype(np.float32)
 
 
+def _longrope(rope: RopeConfig, head_dim: int, long: bool) -> tuple[np.ndarray, float]:
+    """Applies LongRoPE (arXiv 2402.13753, §3): each frequency has a divisor, which was searched for."""
+    factors, attention = (
+        (rope.long_factor, rope.long_mscale) if long else (rope.short_factor, rope.short_mscale)
+    )
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    if attention is None:
+        attention = rope.attention_factor
+    if attention is None:
+        attention = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
+    return inverse_frequencies(head_dim, rope.theta) / np.asarray(factors, np.float32), attention
+
+
 def rope_frequencies(config: ModelConfig, rope: RopeConfig | None = None) -> tuple[np.ndarray, float]:
-    """Returns frequencies float32 `[R/2]`, R the numbers that are rotated, and the factor on cos and sin, for
-    every kind but `dynamic`'s growth; `rope` is the model's unless given."""
+    """Returns frequencies float32 `[R/2]`, R the numbers that are rotated, and the factor on cos and sin, of
+    sequences too short for `dynamic` and `longrope` to change them; `rope` is the model's unless given."""
     rope, head_dim = rope or config.rope, config.rotary_dim
     if rope.kind == "linear":
         return inverse_frequencies(head_dim, rope.theta) / np.float32(rope.factor), 1.0
@@ -70,6 +86,8 @@ def rope_frequencies(config: ModelConfig, rope: RopeConfig | None = None) -> tup
         return _yarn(rope, head_dim)
     if rope.kind == "llama3":
         return _llama3(rope, head_dim), 1.0
+    if rope.kind == "longrope":
+        return _longrope(rope, head_dim, long=False)
     return inverse_frequencies(head_dim, rope.theta), 1.0
 
 
@@ -81,18 +99,30 @@ def rope_tables(config: ModelConfig, positions: jax.Array, seq_lens: jax.Array) 
     Args:
         positions: int32 `[B, T]`.
         seq_lens: int32 `[B]`, tokens each sequence has after this call. `dynamic` NTK scaling takes its
-            base from it once it passes `max_position_embeddings`; keys already cached keep the angles that
-            they were written with, as in Hugging Face.
+            base from it once it passes `max_position_embeddings`, and `longrope` other factors past the
+            original length; keys already cached keep the angles that they were written with, as in Hugging
+            Face.
     """
     tables: list[jax.Array] = []
     for rope in (config.rope, config.local_rope):
         if rope is None:
             continue
-        freqs, attention_factor = rope_frequencies(config, rope)
-        angles = positions.astype(jnp.float32)[..., None] * freqs[None, None, :]
+        freqs: Any
+        factor: Any
+        freqs, factor = rope_frequencies(config, rope)
+        freqs = freqs[None, None]
         if rope.kind == "dynamic":
-            angles = positions.astype(jnp.float32)[..., None] * _dynamic(config, rope, seq_lens)[:, None, :]
-        tables += [jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor]
+            freqs = _dynamic(config, rope, seq_lens)[:, None, :]
+        if rope.kind == "longrope":
+            assert rope.original_max_position_embeddings is not None
+            long = (seq_lens > rope.original_max_position_embeddings)[:, None, None]
+            of_long, factor_of_long = _longrope(rope, config.rotary_dim, long=True)
+            freqs, factor = (
+                jnp.where(long, of_long[None, None], freqs),
+                jnp.where(long, factor_of_long, factor),
+            )
+        angles = positions.astype(jnp.float32)[..., None] * freqs
+        tables += [jnp.cos(angles) * factor, jnp.sin(angles) * factor]
     # Without the barrier XLA:CPU computes the sines anew in every layer and head: 15 ms of a 100 ms prefill.
     return jax.lax.optimization_barrier(tuple(tables))
 

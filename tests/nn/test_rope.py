@@ -137,7 +137,8 @@ def test_rotation_keeps_length_and_relative_position(tiny_config):
 @pytest.mark.parametrize(
     "fields, named",
     [
-        ({"kind": "longrope"}, "longrope"),
+        ({"kind": "ntk"}, "longrope"),
+        ({"kind": "longrope", "original_max_position_embeddings": 8}, "short_factor"),
         ({"theta": 0.0}, "rope_theta"),
         ({"kind": "linear", "factor": -1.0}, "factor"),
         ({"kind": "yarn", "factor": 2.0}, "original_max_position_embeddings"),

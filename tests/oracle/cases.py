@@ -32,6 +32,10 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0, **fields}
 
 
+# Of heads of 8.
+LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.5, 2.0], long_factor=[1.0, 2.0, 4.0, 8.0])
+
+
 def local_and_full(full: dict[str, Any]) -> dict[str, Any]:
     """Rotary embedding by kind of layer, those with a window with another base."""
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
@@ -282,6 +286,18 @@ CASES = (
         "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=16),
     }),
     Case("phimoe-plain", "phimoe", {}),
+    # Transformers 5.23 takes the short factors whatever the length, so only short sequences are compared.
+    Case("phimoe-longrope", "phimoe", {
+        "max_position_embeddings": 128, "rope_parameters": LONGROPE | {
+            "factor": 2.0,
+            "original_max_position_embeddings": 64, "short_mscale": 1.1, "long_mscale": 1.2,
+        },
+    }),
+    Case("qwen3_moe-longrope-past-its-original-length", "qwen3_moe", {
+        "max_position_embeddings": 64, "head_dim": 8, "rope_parameters": LONGROPE | {
+            "factor": 4.0, "original_max_position_embeddings": 12,
+        },
+    }),
     Case("phimoe-biases-window-mqa", "phimoe", {
         "attention_bias": True, "lm_head_bias": True, "sliding_window": 6, "num_key_value_heads": 1,
         "router_jitter_noise": 0.2,

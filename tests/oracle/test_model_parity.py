@@ -21,7 +21,7 @@ pytestmark = pytest.mark.oracle
 
 NAMES = [case.name for case in CASES]
 ROUTED = [case.name for case in CASES if case.family not in DENSE]
-ONE_BY_ONE = [name for name in NAMES if "dynamic" not in name]
+ONE_BY_ONE = [name for name in NAMES if "dynamic" not in name and "past-its" not in name]
 # The limit on each logit, and a stricter bound on the whole: two layers in float32 measure at most 2e-6.
 LOGITS_LIMIT, L2_LIMIT = 1e-4, 1e-5
 STEPS = 32
@@ -73,9 +73,11 @@ def test_greedy_tokens(pair, name):
     assert len(np.unique(expected)) > 8
 
 
-@pytest.mark.parametrize("name", ["mixtral-dynamic", "qwen3_moe-dynamic-gelu"])
+@pytest.mark.parametrize(
+    "name", ["mixtral-dynamic", "qwen3_moe-dynamic-gelu", "qwen3_moe-longrope-past-its-original-length"]
+)
 def test_greedy_tokens_while_dynamic_rope_grows(pair, name):
-    """The prompt is shorter than max_position_embeddings (16) and generation passes it."""
+    """The prompt is shorter than the length from which angles change (16 or 12), and generation passes it."""
     both = pair(name)
     prompts = hf.random_tokens(96, 2, 8, seed=5)
     _, chosen = prefill_and_greedy(both.ours, prompts, STEPS)
@@ -86,7 +88,7 @@ def test_greedy_tokens_while_dynamic_rope_grows(pair, name):
 def test_decode_one_by_one(pair, name):
     """Prefill of 7, then single tokens, gives the logits of transformers' whole forward pass.
 
-    Not for `dynamic`: there keys keep the angles of the length at which they were written.
+    Not for `dynamic`, nor past LongRoPE's length: there keys keep the angles of the length at which they were written.
     """
     both = pair(name)
     tokens = hf.random_tokens(96, 2, 24, seed=3)

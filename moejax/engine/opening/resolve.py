@@ -281,8 +281,8 @@ def _prefix_cache(
         "parallel.exchange_capacity: what is dropped depends on the batch": (
             parallel.exchange_capacity is not None
         ),
-        "a model with dynamic rotary scaling: keys depend on their sequence's length": (
-            config.rope.kind == "dynamic"
+        f"a model with {config.rope.kind} rotary scaling: keys depend on their sequence's length": (
+            config.rope.by_length
         ),
         "linear attention: a state is not kept at every token": any(config.linear_layers),
         "engine.prefix_cache.place=host with several processes: choose device": (
