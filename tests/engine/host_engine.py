@@ -217,9 +217,10 @@ class HostEngine:
         for index, (sample, before) in enumerate(zip(samples, old.samples, strict=True)):
             sample.tokens, sample.forks = list(before.tokens), []
             sample.state = State.FINISHED if index in ended else State.WAITING
-        for root in self.roots(samples, self.limits.max_num_seqs):
-            if root.state is State.WAITING:
-                self.scheduler.add(root)
+        # Others than on the engine, a sample may have ended here before its first token was read.
+        left = [sample for sample in samples if sample.state is State.WAITING]
+        for root in self.roots(left, self.limits.max_num_seqs):
+            self.scheduler.add(root)
         self._orders += old.ask.n
         self.groups.append(Group(old.ask, samples, set(aborted)))
         self.events["resumptions"] += 1

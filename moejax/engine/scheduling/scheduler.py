@@ -161,7 +161,8 @@ class Scheduler:
         self._ranked = False
         if self.windows is not None:
             for sequence in self._chunked:  # before others want blocks
-                self.windows.trim(sequence.window_blocks, sequence.computed)
+                # The last one may be computed again, as padding of static batching.
+                self.windows.trim(sequence.window_blocks, sequence.computed - 1)
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
