@@ -315,6 +315,7 @@ class HostEngine:
 
     def _schedule(self) -> StepPlan | None:
         before = list(self.scheduler.running)
+        samples = sum(s.samples for s in before)
         if self.policy.moves:
             self.policy.tick()
             before.sort(key=self.policy.key)
@@ -331,6 +332,11 @@ class HostEngine:
         if any(s not in displaced and s not in last for s in gone) or (rest != gone and not displaced):
             raise AssertionError(f"preempted {gone} of {before}: not the last of the order, or the first")
         self.events["displaced for a better class"] += bool(displaced)
+        admitted = [s for s in queued if s.state is State.RUNNING]
+        alone = len(admitted) == 1 and not any(s.state is State.RUNNING for s in before)
+        if admitted and not alone:  # who takes a place, takes no more than there were
+            most = max(self.scheduler.most_running, samples if displaced else 0)
+            assert sum(s.samples for s in self.scheduler.running) <= most, "admitted beyond the limit"
         # A plan that came to nothing reports its preemptions with the next one.
         self.unreported += len(gone)
         if plan is not None:
@@ -350,6 +356,7 @@ class HostEngine:
         size, real = allocator.block_size, len(plan.decodes) - plan.idle
         decodes, padding = plan.decodes[:real], plan.decodes[real:]
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert limits.static or not plan.decodes or plan.chunk_tokens <= self.scheduler.most_prefill
         assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)

@@ -18,7 +18,7 @@ from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
-from moejax.engine.scheduling.adaptive import make_adaptive
+from moejax.engine.scheduling.adaptive import METHODS
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.static import StaticScheduler
@@ -66,7 +66,9 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
     engine.retries, engine.agree = config.retries, agree
     engine.compilations = lambda: len(ledger.entries)
-    engine.adapt(make_adaptive(config.adaptive_batching, lambda: runner.buckets))
+    if config.adaptive_batching.enabled:
+        method = METHODS[config.adaptive_batching.method]
+        engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     return Started(engine, runner, blocks)
 
 
