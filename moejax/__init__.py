@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
-    from moejax.core.scheduling import SchedulingConfig, SloClass, Tenant
+    from moejax.core.scheduling import AdaptiveBatchingConfig, SchedulingConfig, SloClass, Tenant
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 
@@ -27,6 +27,7 @@ _HOMES = {
     "PrefixCacheConfig": "moejax.core.config",
     "ParallelConfig": "moejax.core.parallel",
     "QuantConfig": "moejax.core.quant",
+    "AdaptiveBatchingConfig": "moejax.core.scheduling",
     "SchedulingConfig": "moejax.core.scheduling",
     "SloClass": "moejax.core.scheduling",
     "Tenant": "moejax.core.scheduling",
@@ -34,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdaptiveBatchingConfig",
     "Checkpoint",
     "EngineConfig",
     "ModelConfig",
