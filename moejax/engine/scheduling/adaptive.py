@@ -35,6 +35,7 @@ class Limit:
         level: what it is before it is rounded down to a bucket.
         target_s: seconds that its steps should take.
         times: of the newest steps in its bucket since it moved, over the target.
+        alone: of those that only decode.
         steps: in its bucket since it moved.
         failed: the smallest bucket that was too slow, None for none.
         patience: steps before that one is tried again.
@@ -44,6 +45,7 @@ class Limit:
         self.level, self.target_s, self.steps, self.history = level, target_s, 0, history
         self.sizes: tuple[int, ...] = (1,)
         self.times: deque[float] = deque(maxlen=history)
+        self.alone: deque[float] = deque(maxlen=history)
         self.failed: int | None = None
         self.patience = history
 
@@ -80,6 +82,7 @@ class Limit:
         """Forgets the steps before."""
         self.steps = 0
         self.times.clear()
+        self.alone.clear()
 
 
 class AdaptiveBatching:
@@ -133,6 +136,8 @@ class AdaptiveBatching:
             if used == limit.size:
                 limit.times.append(min(seconds / limit.target_s, self.config.longest))
                 limit.steps += 1
+                if not tokens:
+                    limit.alone.append(limit.times[-1])
                 if len(limit.times) >= self.config.least:
                     self._move(limit)
                 if limit is self._prefill and not limit.times:
@@ -146,11 +151,11 @@ class AdaptiveBatching:
         """Takes in any step: its time and its bucket."""
 
     def _move(self, limit: Limit) -> None:
-        """Moves a limit if its steps' mean time asks for it. Prompts give way first: where the mean of all
-        steps is too long, and that of those with prompts above it, their budget goes down."""
+        """Moves a limit if its steps' mean time asks for it. Where the mean of all steps is too long, and
+        those that only decode keep to the target, prompts give way."""
         if limit.mean > self.config.upper:
             prefill = self._prefill
-            prompts = prefill.size > prefill.sizes[0] and prefill.mean * prefill.target_s > limit.target_s
+            prompts = prefill.size > prefill.sizes[0] and sum(limit.alone) <= len(limit.alone)
             blamed = prefill if prompts else limit
             blamed.move(self._lower(blamed))
             limit.restart()
@@ -221,14 +226,13 @@ class Fitted(AdaptiveBatching):
     def _move(self, limit: Limit) -> None:
         if limit.mean > self.config.upper:
             super()._move(limit)
-        # A model that is wrong about what it has not seen for long finds out by trying.
-        tries = limit.mean < self.config.lower and limit.steps >= limit.patience
-        if (
-            self._running.mean < 1.0
-            and limit.size < limit.sizes[-1]
-            and (tries or self._time(limit, limit.beside(1), self._tokens) <= 1)
-        ):
-            limit.move(limit.beside(1))
+        if self._running.mean < 1.0 and limit.size < limit.sizes[-1]:
+            if self._time(limit, limit.beside(1), self._tokens) <= 1.0:
+                limit.failed = None
+                limit.move(limit.beside(1))
+            elif limit.mean < self.config.lower and limit.steps >= limit.patience:
+                # A model that is wrong about what it has not seen for long finds out by trying.
+                limit.move(limit.beside(1))
 
 
 METHODS: dict[str, type[AdaptiveBatching]] = {"buckets": AdaptiveBatching, "aimd": Aimd, "fitted": Fitted}
