@@ -9,7 +9,13 @@ if TYPE_CHECKING:
     from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
-    from moejax.core.scheduling import RebalanceConfig, SchedulingConfig, SloClass, Tenant
+    from moejax.core.scheduling import (
+        AdaptiveBatchingConfig,
+        RebalanceConfig,
+        SchedulingConfig,
+        SloClass,
+        Tenant,
+    )
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 
@@ -28,6 +34,7 @@ _HOMES = {
     "ParallelConfig": "moejax.core.parallel",
     "QuantConfig": "moejax.core.quant",
     "RebalanceConfig": "moejax.core.scheduling",
+    "AdaptiveBatchingConfig": "moejax.core.scheduling",
     "SchedulingConfig": "moejax.core.scheduling",
     "SloClass": "moejax.core.scheduling",
     "Tenant": "moejax.core.scheduling",
@@ -35,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdaptiveBatchingConfig",
     "Checkpoint",
     "EngineConfig",
     "ModelConfig",

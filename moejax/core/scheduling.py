@@ -130,8 +130,9 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
     Attributes:
         method: "buckets" goes to the next bucket; "aimd" increases by an addend and decreases by a factor;
             "fitted" predicts a step's time from its size and takes the largest within the target.
-        target_itl_ms: milliseconds that a step should take that computes the next token of any sequence:
-            what a running request waits for its next token.
+        target_itl_ms: mean inter-token latency in milliseconds that running requests should see: of the
+            steps that compute the next token of any.
+        slack: a step that computes prompts beside them may take so many times the target.
         sizes: numbers of sequences that steps are compiled for where `seq_buckets` does not say.
         start, start_tokens: sequences and prompt tokens at first, down to a bucket.
         history: steps, the newest, whose mean is compared with the target.
@@ -146,6 +147,7 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
     enabled: bool = False
     method: Literal["buckets", "aimd", "fitted"] = "fitted"
     target_itl_ms: PositiveNumber = 50.0
+    slack: AtLeastOne = 2.0
     sizes: Buckets = field(default_factory=lambda: [1, 4, 16, 64, 256])
     start: PositiveInt = 16
     start_tokens: PositiveInt = 128
@@ -160,8 +162,7 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for larger, smaller in (("history", "least"), ("longest", "upper")):
-            if getattr(self, larger) < getattr(self, smaller):
-                key = f"engine.adaptive_batching.{larger}"
-                value, least = getattr(self, larger), getattr(self, smaller)
-                raise ConfigError(f"{key}={value} is below {smaller}={least}; raise it or lower {smaller}")
+        for name, least in (("history", "least"), ("longest", "upper")):
+            if (value := getattr(self, name)) < (other := getattr(self, least)):
+                text = f"{name}={value} is below {least}={other}; raise it or lower {least}"
+                raise ConfigError(f"engine.adaptive_batching.{text}")

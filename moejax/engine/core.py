@@ -60,7 +60,7 @@ class InFlight:
     left_waiting: int
     used_blocks: int
     stored_tokens: int
-    limits: tuple[int, int] = (0, 0)  # of adaptive batching
+    limits: dict[str, int]  # of adaptive batching
     compiled: bool = False  # something was, in its time
     ended: float | None = None  # when its tokens were first seen to be there
 
@@ -217,12 +217,11 @@ class Engine:
             **(self.adaptive.stats() if self.adaptive else {}),
         }
 
-    def adapt(self, adaptive: AdaptiveBatching | None) -> None:
-        """Has the limits of all data-parallel groups follow a controller's; None leaves them as they are."""
+    def adapt(self, adaptive: AdaptiveBatching) -> None:
+        """Has the limits of all data-parallel groups follow a controller's from now on."""
         self.adaptive = adaptive
-        if adaptive is not None:
-            for part in self._parts:
-                part.most_running, part.most_prefill = adaptive.running, adaptive.prefill
+        for part in self._parts:
+            part.most_running, part.most_prefill = adaptive.running, adaptive.prefill
 
     @property
     def _parts(self) -> list[Scheduler]:
@@ -343,7 +342,7 @@ class Engine:
             scheduler.num_waiting,
             scheduler.allocator.num_used,
             scheduler.stored_tokens() if self.on_step else 0,
-            (self.adaptive.running, self.adaptive.prefill) if self.adaptive else (0, 0),
+            self.adaptive.stats() if self.adaptive else {},
             self.compilations() > compiled,
         )
 
@@ -397,17 +396,15 @@ class Engine:
             left_waiting=step.left_waiting,
             rebalance=self.rebalance(),
             compiled=step.compiled,
-            most_running=step.limits[0],
-            most_prefill=step.limits[1],
+            **step.limits,
         )
         self._last_time = now
         self.stats.add(record)
         scheduler.policy.observe(record.seconds, max(1, record.tokens))
         if self.adaptive is not None and not self.agree(record.compiled):
             rows, tokens = zip(*((len(p.sequences), p.chunk_tokens) for p in plan.groups), strict=True)
-            self.adaptive.observe(
-                self.agree(round(1e9 * record.seconds)) / 1e9, max(rows), max(tokens), decodes
-            )
+            seconds = self.agree(round(1e9 * record.seconds)) / 1e9
+            self.adaptive.observe(seconds, max(rows), max(tokens), decodes)
             self.adapt(self.adaptive)
         for swap in scheduler.swaps:
             swap.observe(record.seconds, record.prefill_tokens)

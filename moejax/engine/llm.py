@@ -448,8 +448,7 @@ class LLM:
         to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
 
         Args:
-            batches: prompts and their parameters. Adaptive batching, whose limits are not known, has all
-                steps compiled that these may take, as `warmup` does.
+            batches: prompts and their parameters. Adaptive batching has all compiled, as `warmup` does.
             record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
         """
         if self.builder.replay is not None:
@@ -466,9 +465,8 @@ class LLM:
             self.runner.compile_ahead(steps.keys)
             if self.engine.adaptive is not None:
                 asked = [p for _, params in batches for p in params]
-                self.warmup(
-                    max_total_len=self.max_model_len, sampling_params=asked, record_routing=record_routing
-                )
+                longest = self.max_model_len
+                self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 
     @property
     def routing(self) -> RoutingRecord:

@@ -334,6 +334,7 @@ class HostEngine:
 
     def _schedule(self) -> StepPlan | None:
         before = list(self.scheduler.running)
+        samples = sum(s.samples for s in before)
         if self.policy.moves:
             self.policy.tick()
             before.sort(key=self.policy.key)
@@ -350,6 +351,11 @@ class HostEngine:
         if any(s not in displaced and s not in last for s in gone) or (rest != gone and not displaced):
             raise AssertionError(f"preempted {gone} of {before}: not the last of the order, or the first")
         self.events["displaced for a better class"] += bool(displaced)
+        admitted = [s for s in queued if s.state is State.RUNNING]
+        alone = len(admitted) == 1 and not any(s.state is State.RUNNING for s in before)
+        if admitted and not alone:  # who takes a place, takes no more than there were
+            most = max(self.scheduler.most_running, samples if displaced else 0)
+            assert sum(s.samples for s in self.scheduler.running) <= most, "admitted beyond the limit"
         # A plan that came to nothing reports its preemptions with the next one.
         self.unreported += len(gone)
         if plan is not None:
@@ -372,6 +378,7 @@ class HostEngine:
         self.events["swaps back that decode"] += len(back)
         assert all(s.preemptions and len(s.tokens) == s.computed for s in back)
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert limits.static or not plan.decodes or plan.chunk_tokens <= self.scheduler.most_prefill
         assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)

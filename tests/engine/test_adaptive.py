@@ -12,7 +12,7 @@ from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.scheduling import AdaptiveBatchingConfig
 from moejax.engine.llm import LLM
-from moejax.engine.scheduling.adaptive import METHODS, AdaptiveBatching, Fitted, make_adaptive
+from moejax.engine.scheduling.adaptive import METHODS, AdaptiveBatching, Fitted
 from moejax.engine.stats import StepRecord
 from moejax.engine.step.buckets import Buckets
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits
@@ -37,7 +37,7 @@ class Coefficients(NamedTuple):
     c: float
 
 
-# Of 1, 4, 16 and 64 rows and 16 to 512 tokens, 16 rows take 8.4 ms alone and 11 with 64 tokens.
+# 16 rows take 8.4 ms alone and 13.5 with 128 tokens.
 MACHINE = Coefficients(2.0, 0.04, 0.4)
 
 
@@ -48,9 +48,8 @@ class Machine:
     def __init__(self, config: AdaptiveBatchingConfig, costs: Coefficients = MACHINE, seed: int = 0) -> None:
         engine = dataclasses.replace(ENGINE, adaptive_batching=config)
         self.buckets = Buckets.of(engine, num_blocks=256)
-        controller = make_adaptive(config, lambda: self.buckets)
-        assert controller is not None
-        self.controller, self.costs, self._random = controller, costs, Random(seed)
+        self.controller = METHODS[config.method](config, lambda: self.buckets)
+        self.costs, self._random = costs, Random(seed)
         self.limits: list[tuple[int, int]] = []
 
     def time_ms(self, rows: int, tokens: int) -> float:
@@ -73,13 +72,13 @@ class Machine:
 @by_method
 @pytest.mark.parametrize("start", [1, 16, 64])
 def test_limits_settle_within_the_band_and_stay(method: str, start: int) -> None:
-    """Prompts beside 16 rows take the rest of the target; a larger bucket is tried ever more rarely."""
+    """The mean of all steps does, and those with prompts take no longer than their slack allows."""
     machine = Machine(adaptive(method, start=start, start_tokens=8 * start))
     machine.run(1500)
     late = machine.run(1500)
-    assert [running for running, _ in late].count(16) > 0.95 * len(late)
-    times = [machine.time_ms(running, size) for running, prefill in late for size in (0, prefill)]
-    assert sum(0.8 * TARGET_MS < ms < 1.2 * TARGET_MS for ms in times) > 0.95 * len(times)
+    times = [(machine.time_ms(running, 0), machine.time_ms(running, prefill)) for running, prefill in late]
+    assert sum(0.8 < (a + b) / 2 / TARGET_MS < 1.2 for a, b in times) > 0.95 * len(times)
+    assert sum(b < 1.2 * 2.0 * TARGET_MS for _, b in times) > 0.95 * len(times)
 
 
 @by_method
@@ -128,7 +127,6 @@ def test_nothing_moves_without_evidence(method: str) -> None:
         controller.observe(0.001, 4, 9, 3)
         controller.observe(1.0, 16, 128, 0)
     assert (controller.running, controller.prefill) == before == (16, 128)
-    assert controller.moves == 0
 
 
 def test_limits_move_over_the_buckets_that_a_warm_up_leaves() -> None:
@@ -203,8 +201,6 @@ def test_prompts_beside_decodes_keep_to_their_budget() -> None:
 class Mover:
     """In a controller's place: goes through all pairs of limits, three steps each."""
 
-    moves = 0
-
     def __init__(self, buckets: Buckets) -> None:
         pairs = itertools.product(buckets.rows, buckets.tokens)
         self._pairs = itertools.cycle([pair for pair in pairs for _ in range(3)])
@@ -212,6 +208,9 @@ class Mover:
 
     def observe(self, *step: Any) -> None:
         self.running, self.prefill = next(self._pairs)
+
+    def stats(self) -> dict[str, int]:
+        return {"most_running": self.running, "most_prefill": self.prefill}
 
 
 MOVING = tight(max_num_batched_tokens=16, seq_buckets=[2, 4], token_buckets=[4, 16], strict_compile=True)
@@ -238,7 +237,6 @@ def test_tokens_do_not_depend_on_the_limits(bare_llm: LLM, warm: LLM, overlap: b
     assert (llm.stats()["most_running"], llm.stats()["most_prefill"]) in itertools.product((2, 4), (4, 16))
     mover: Any = Mover(llm.runner.buckets)
     llm.engine.adapt(mover)
-    mover.stats = dict
     steps.clear()
     assert tokens(llm.generate(prompts, params)) == wanted
     assert len({(step.most_running, step.most_prefill) for step in steps}) == 4

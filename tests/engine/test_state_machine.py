@@ -68,6 +68,7 @@ EVENTS = (
     "forks",
     "interruptions of which some have ended",
     "interruptions with tokens",
+    "limits below who runs",
     "mixed steps",
     "padding rows",
     "pauses that keep",
@@ -279,6 +280,15 @@ class Machine(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         kept = self.engine.kept
         self.engine.resume(kept.pop(data.draw(st.integers(0, len(kept) - 1))))
+
+    @rule(running=st.integers(1, 8), prefill=st.integers(1, 12))
+    def limit(self, running: int, prefill: int) -> None:
+        """As adaptive batching does between steps."""
+        scheduler, limits = self.engine.scheduler, self.engine.limits
+        if not limits.static:
+            self.events["limits below who runs"] += running < len(scheduler.running)
+            scheduler.most_running = min(running, limits.max_num_seqs)
+            scheduler.most_prefill = prefill
 
     @rule(wait=st.booleans())
     def pause(self, wait: bool) -> None:
@@ -534,6 +544,28 @@ class GivesSlotsTwice(SwapSpace):
         self._free += sequence.swapped
 
 
+class WaitsForTheLimit(Scheduler):
+    """A request of more samples than the limit waits for ever, on an idle engine too."""
+
+    @property
+    def _open_slots(self) -> int:
+        return min(super()._open_slots, self.most_running - len(self.running))
+
+
+class AdmitsBeyondTheLimit(Scheduler):
+    @property
+    def _open_slots(self) -> int:
+        return self._unpromised_slots
+
+
+class IgnoresThePrefillLimit(Scheduler):
+    def schedule(self) -> StepPlan | None:
+        before, self.most_prefill = self.most_prefill, self.max_num_batched_tokens
+        plan = super().schedule()
+        self.most_prefill = before
+        return plan
+
+
 def forks_what_has_tokens(samples: list[Sequence], most: int) -> list[Sequence]:
     samples[0].forks = samples[1:]
     return samples[:1]
@@ -546,6 +578,7 @@ PREFIXES = (
 SCHEDULERS = (
     SkipsCopies, SkipsCopiesInWindows, KeepsSlots, PreemptsTheOldest, ForgetsWhatIsPending,
     BreaksPromises, TakesTokensOfTheDead, AdmitsWhilePaused,
+    WaitsForTheLimit, AdmitsBeyondTheLimit, IgnoresThePrefillLimit,
 )  # fmt: skip
 SWAPS = (SavesTooLate, SavesWhatIsNotComputed, LoadsOtherSlots, LeaksSlots, GivesSlotsTwice)
 ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)

@@ -20,7 +20,7 @@ from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.routing.rebalance import automatic
-from moejax.engine.scheduling.adaptive import make_adaptive
+from moejax.engine.scheduling.adaptive import METHODS
 from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -75,7 +75,9 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     if config.rebalance.every_steps:
         engine.rebalance = automatic(resolved, weights, runner).after_step
     engine.compilations = lambda: len(ledger.entries)
-    engine.adapt(make_adaptive(config.adaptive_batching, lambda: runner.buckets))
+    if config.adaptive_batching.enabled:
+        method = METHODS[config.adaptive_batching.method]
+        engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.preemption == "auto" and not absent:
         seconds = time_to_move(runner)
         for swap in engine.scheduler.swaps:

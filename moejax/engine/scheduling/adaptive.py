@@ -1,9 +1,10 @@
 """Limits that follow a target of inter-token latency. No JAX here, and no clock: equal steps, equal limits.
 
 Two limits move over the buckets that steps are compiled for, since a padded bucket costs as a full one: how
-many sequences run, and how many prompt tokens a step computes beside their decodes. Steps that only decode
-say whether the first is too large, steps that also compute prompts whether the second is. They count where
-they ran in the limit's own bucket: it stays while nothing fills it, or while more run than it allows.
+many sequences run, and how many prompt tokens a step computes beside their decodes. The mean of all steps is
+to keep to the target, and by the first limit; a step that computes prompts may take `slack` times as long, by
+the second. Steps count where they ran in the limit's own bucket: it stays while nothing fills it, or while
+more run than it allows.
 
 buckets    one bucket down above the target's band, one up below it
 aimd       additive increase, multiplicative decrease (Chiu and Jain, 1989), down to a bucket
@@ -17,15 +18,13 @@ bucket is always allowed, so prompts go on and nothing starves.
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from moejax.core.scheduling import AdaptiveBatchingConfig
 from moejax.engine.step.buckets import Buckets
 
-_MOST_PATIENT = 16
-"""Histories after which a bucket is tried again at the latest."""
+_MOST_PATIENT = 16  # histories after which a bucket is tried again at the latest
 
 
 class Limit:
@@ -34,16 +33,19 @@ class Limit:
     Attributes:
         sizes: the buckets that it moves over, rising.
         level: what it is before it is rounded down to a bucket.
+        target_s: seconds that its steps should take.
         times: of the newest steps in its bucket since it moved, over the target.
+        alone: of those that only decode.
         steps: in its bucket since it moved.
         failed: the smallest bucket that was too slow, None for none.
         patience: steps before that one is tried again.
     """
 
-    def __init__(self, level: float, history: int) -> None:
-        self.level, self.steps, self.history = level, 0, history
+    def __init__(self, level: float, target_s: float, history: int) -> None:
+        self.level, self.target_s, self.steps, self.history = level, target_s, 0, history
         self.sizes: tuple[int, ...] = (1,)
         self.times: deque[float] = deque(maxlen=history)
+        self.alone: deque[float] = deque(maxlen=history)
         self.failed: int | None = None
         self.patience = history
 
@@ -69,8 +71,18 @@ class Limit:
             again = before == self.failed
             self.patience = min(2 * self.patience, _MOST_PATIENT * self.history) if again else self.history
             self.failed = before
+        self.restart()
+
+    @property
+    def mean(self) -> float:
+        """The steps' mean time over the target; 0 without any."""
+        return sum(self.times) / max(1, len(self.times))
+
+    def restart(self) -> None:
+        """Forgets the steps before."""
         self.steps = 0
         self.times.clear()
+        self.alone.clear()
 
 
 class AdaptiveBatching:
@@ -84,14 +96,13 @@ class AdaptiveBatching:
     Attributes:
         running: sequences that run at a time.
         prefill: prompt tokens of a step that decodes.
-        moves: how often either has changed.
     """
 
     def __init__(self, config: AdaptiveBatchingConfig, buckets: Callable[[], Buckets]) -> None:
-        self.config, self.moves, self._buckets = config, 0, buckets
-        self.target_s = config.target_itl_ms / 1e3
-        self._running = Limit(config.start, config.history)
-        self._prefill = Limit(config.start_tokens, config.history)
+        self.config, self._buckets = config, buckets
+        target = config.target_itl_ms / 1e3
+        self._running = Limit(config.start, target, config.history)
+        self._prefill = Limit(config.start_tokens, config.slack * target, config.history)
         self.refresh()
 
     @property
@@ -116,41 +127,54 @@ class AdaptiveBatching:
             rows, tokens: sequences and prompt tokens of the fullest data-parallel group.
             decodes: tokens that continue an output; where there are none nobody waited.
         """
-        buckets, before = self.refresh(), (self.running, self.prefill)
+        buckets = self.refresh()
         if not decodes:
             return
-        rows, tokens = buckets.rows_for(rows, tokens), buckets.tokens_for(tokens)
-        limit, used = (self._prefill, tokens) if tokens else (self._running, rows)
-        time = min(seconds / self.target_s, self.config.longest)
-        self._learn(time, rows, tokens)
-        if used == limit.size:
-            limit.times.append(time)
-            limit.steps += 1
-            if len(limit.times) >= self.config.least:
-                self._move(limit, sum(limit.times) / len(limit.times))
-        self.moves += before != (self.running, self.prefill)
+        padded, tokens = buckets.rows_for(rows, tokens), buckets.tokens_for(tokens)
+        self._learn(seconds, padded, tokens)
+        for limit, used in ((self._running, buckets.rows_for(rows)), (self._prefill, tokens)):
+            if used == limit.size:
+                limit.times.append(min(seconds / limit.target_s, self.config.longest))
+                limit.steps += 1
+                if not tokens:
+                    limit.alone.append(limit.times[-1])
+                if len(limit.times) >= self.config.least:
+                    self._move(limit)
+                if limit is self._prefill and not limit.times:
+                    self._running.restart()  # the mean of all steps is another one now
 
-    def stats(self) -> dict[str, Any]:
-        """Returns the limits and how often they have moved, for `LLM.stats()`."""
-        return {"most_running": self.running, "most_prefill": self.prefill, "limit_moves": self.moves}
+    def stats(self) -> dict[str, int]:
+        """Returns the limits, for `LLM.stats()` and `StepRecord`."""
+        return {"most_running": self.running, "most_prefill": self.prefill}
 
-    def _learn(self, time: float, rows: int, tokens: int) -> None:
-        """Takes in any step: its time over the target, and its bucket."""
+    def _learn(self, seconds: float, rows: int, tokens: int) -> None:
+        """Takes in any step: its time and its bucket."""
 
-    def _move(self, limit: Limit, time: float) -> None:
-        """Moves a limit if the mean time over the target of its bucket's steps asks for it."""
-        if time > self.config.upper:
-            limit.move(limit.beside(-1))
-        elif time < self.config.lower:
-            limit.move(limit.beside(1))
+    def _move(self, limit: Limit) -> None:
+        """Moves a limit if its steps' mean time asks for it. Where the mean of all steps is too long, and
+        those that only decode keep to the target, prompts give way."""
+        if limit.mean > self.config.upper:
+            prefill = self._prefill
+            prompts = prefill.size > prefill.sizes[0] and sum(limit.alone) <= len(limit.alone)
+            blamed = prefill if prompts else limit
+            blamed.move(self._lower(blamed))
+            limit.restart()
+        elif limit.mean < self.config.lower and self._running.mean < 1.0:
+            limit.move(self._higher(limit))
+
+    def _lower(self, limit: Limit) -> float:
+        return limit.beside(-1)
+
+    def _higher(self, limit: Limit) -> float:
+        return limit.beside(1)
 
 
 class Aimd(AdaptiveBatching):
-    def _move(self, limit: Limit, time: float) -> None:
-        if time > self.config.upper:
-            limit.move(limit.size * self.config.decrease)
-        elif time < self.config.lower:
-            limit.move(limit.level + self.config.increase * limit.sizes[-1])
+    def _lower(self, limit: Limit) -> float:
+        return limit.size * self.config.decrease
+
+    def _higher(self, limit: Limit) -> float:
+        return limit.level + self.config.increase * limit.sizes[-1]
 
 
 class Fitted(AdaptiveBatching):
@@ -163,48 +187,52 @@ class Fitted(AdaptiveBatching):
     def __init__(self, config: AdaptiveBatchingConfig, buckets: Callable[[], Buckets]) -> None:
         super().__init__(config, buckets)
         self._seen, self._sum = np.zeros((3, 3)), np.zeros(3)
-        self._scaled = np.zeros(3)  # a, b and c for sizes as shares of the largest, over the target
-        self._rows = self._steps = 0
+        self._scaled = np.zeros(3)  # a, b and c in targets, of sizes as shares of the largest
+        self._rows, self._tokens, self._steps = 0, 0.0, 0
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds: of any step, of a prompt token, of a row."""
-        a, b, c = (self._scaled * self.target_s).tolist()
+        a, b, c = (self._scaled * self._running.target_s).tolist()
         return a, b / self._prefill.sizes[-1], c / self._running.sizes[-1]
 
-    def _features(self, rows: int, tokens: int) -> np.ndarray:
+    def _features(self, rows: int, tokens: float) -> np.ndarray:
         return np.array([1.0, tokens / self._prefill.sizes[-1], rows / self._running.sizes[-1]])
 
-    def _time(self, limit: Limit, size: int) -> float:
-        """Predicts a step's time, over the target, in a bucket of a limit."""
-        rows, tokens = (size, 0) if limit is self._running else (min(self._rows, self.running), size)
-        rows = self._buckets().rows_for(rows, tokens)
-        return float(self._features(rows, tokens) @ self._scaled)
+    def _time(self, limit: Limit, size: int, tokens: float = 0.0) -> float:
+        """Predicts the time, over the target, of a limit's steps in a bucket; rows with so many tokens."""
+        if limit is self._running:
+            x = self._features(size, tokens)
+        else:
+            x = self._features(self._buckets().rows_for(min(self._rows, self.running), size), size)
+        return float(x @ self._scaled) * self._running.target_s / limit.target_s
 
-    def _learn(self, time: float, rows: int, tokens: int) -> None:
+    def _learn(self, seconds: float, rows: int, tokens: int) -> None:
         x, keep = self._features(rows, tokens), self.config.forgetting
+        time = min(seconds / self._running.target_s, self.config.longest * self.config.slack)
         if self._steps >= self.config.least:
             time = min(time, self.config.longest * float(x @ self._scaled))
         self._seen = keep * self._seen + np.outer(x, x)
         self._sum = keep * self._sum + time * x
         pulled = self._seen + self._PULL * np.eye(3), self._sum + self._PULL * self._scaled
         self._scaled = np.maximum(np.linalg.solve(*pulled), 0.0)
+        self._tokens += (1 - keep) * (tokens - self._tokens)
         self._rows, self._steps = rows, self._steps + 1
         for limit in (self._running, self._prefill) if self._steps >= self.config.least else ():
             if self._time(limit, limit.size) > self.config.upper:
                 within = [size for size in limit.sizes if self._time(limit, size) <= 1.0]
                 limit.move(max(within, default=limit.sizes[0]))
 
-    def _move(self, limit: Limit, time: float) -> None:
-        # A model that is wrong about what it has not seen for long finds out by trying.
-        tries = time < self.config.lower and limit.steps >= limit.patience
-        if limit.size < limit.sizes[-1] and (tries or self._time(limit, limit.beside(1)) <= 1.0):
-            limit.move(limit.beside(1))
+    def _move(self, limit: Limit) -> None:
+        if limit.mean > self.config.upper:
+            super()._move(limit)
+        if self._running.mean < 1.0 and limit.size < limit.sizes[-1]:
+            if self._time(limit, limit.beside(1), self._tokens) <= 1.0:
+                limit.failed = None
+                limit.move(limit.beside(1))
+            elif limit.mean < self.config.lower and limit.steps >= limit.patience:
+                # A model that is wrong about what it has not seen for long finds out by trying.
+                limit.move(limit.beside(1))
 
 
 METHODS: dict[str, type[AdaptiveBatching]] = {"buckets": AdaptiveBatching, "aimd": Aimd, "fitted": Fitted}
-
-
-def make_adaptive(config: AdaptiveBatchingConfig, buckets: Callable[[], Buckets]) -> AdaptiveBatching | None:
-    """Returns the controller that a configuration asks for, if it does."""
-    return METHODS[config.method](config, buckets) if config.enabled else None

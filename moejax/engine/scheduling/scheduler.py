@@ -37,9 +37,9 @@ class Scheduler:
         windows: blocks of layers with a sliding window, where these have their own.
         swap: what becomes of what is preempted; computed again by default.
 
-    Two limits may be set between steps, down to 1: `most_running`, sequences that run at a time, and
-    `most_prefill`, prompt tokens of a step that decodes. Who runs is never preempted for them: nobody is
-    admitted until enough have ended. One request of more samples than `most_running` runs alone.
+    Two limits may be lowered between steps, to 1 at least: `most_running`, sequences that run at a time (a
+    request of more samples runs alone), and `most_prefill`, prompt tokens of a step that decodes. Nobody is
+    preempted for them, only admitted later.
     """
 
     def __init__(
