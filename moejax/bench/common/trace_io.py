@@ -10,6 +10,8 @@ import numpy as np
 from moejax.engine.llm import LLM
 from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
 
+_KEPT = ("ids", "weights", "sample", "position", "prefill", "cached")
+
 
 def start_capture(llm: LLM | None) -> None:
     """Forgets what an engine has captured so far, if it captures."""
@@ -33,7 +35,7 @@ def joined(traces: Sequence[RoutingCapture]) -> RoutingCapture:
     step = request = 0
     parts = []
     for trace in traces:
-        part = {name: getattr(trace, name) for name in ("ids", "weights", "sample", "position", "prefill")}
+        part = {name: getattr(trace, name) for name in _KEPT}
         part["step"] = trace.step + np.int32(step)
         part["request"] = trace.request + np.int32(request)
         parts.append(part)

@@ -82,7 +82,7 @@ class SwapSpace:
             sequence.computed = sequence.cached = max(found, sequence.preempted_at)
         # What is still to be saved there is saved all the same: it is loaded in the same step.
         self._free += slots
-        sequence.swapped, sequence.preempted_at = [], 0
+        sequence.swapped = []
 
     def forget(self, sequence: Sequence) -> None:
         """Gives up what the store has of a sequence, if it has anything."""

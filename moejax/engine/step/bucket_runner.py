@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moejax.core.config import EngineConfig, ModelConfig
+from moejax.engine.routing.cached import Places
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
@@ -34,6 +35,7 @@ class Rows(NamedTuple):
         rows, chunk_tokens: of each data-parallel group, padding not counted.
         record: whether somebody asked for expert counts.
         plan: what was asked for; its sequences have gone on since.
+        places: see `RoutingRecorder.places`.
     """
 
     logprobs: list[int | None] | None
@@ -42,9 +44,10 @@ class Rows(NamedTuple):
     chunk_tokens: list[int]
     record: bool
     plan: Plan
+    places: Sequence[Places]
 
     @classmethod
-    def of(cls, plan: Plan, key: StepKey) -> "Rows":
+    def of(cls, plan: Plan, key: StepKey, capture: RoutingRecorder | None) -> "Rows":
         prompt: list[int | None] = []
         for chunk in plan.chunks if key.prompt_logprobs >= 0 else ():
             prompt += [chunk.sequence.params.prompt_logprobs] * chunk.scored
@@ -56,6 +59,7 @@ class Rows(NamedTuple):
             [part.chunk_tokens for part in plan.groups],
             any(s.record for s in plan.sequences),
             plan,
+            () if capture is None else capture.places(plan),
         )
 
 
@@ -139,7 +143,9 @@ class BucketRunner(ABC):
             queries=queries,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
-        self.capture = RoutingRecorder(model) if config.capture_routing else None
+        remembers = cache.num_blocks if config.prefix_cache.enabled else 0
+        recorder = RoutingRecorder(model, remembers, cache.block_size, self.groups)
+        self.capture = recorder if config.capture_routing else None
         self._far = jax.default_backend() != "cpu"  # there a host's copy costs more than it saves
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
 
@@ -186,7 +192,17 @@ class BucketRunner(ABC):
         for array in output.captured if self._far else ():
             if isinstance(array, jax.Array):  # put together by the host where there are stages
                 array.copy_to_host_async()
-        self.capture.add(batch.plan, key.rows, *output.captured)
+        self.capture.add(batch.plan, key.rows, *output.captured, batch.places)
+
+    def save(self, plan: Plan) -> None:
+        """Copies blocks alone, see `moejax.engine.step.runner.Runner`."""
+        self._save(plan)
+        if self.capture is not None:
+            self.capture.add(plan, 0, None, None)
+
+    @abstractmethod
+    def _save(self, plan: Plan) -> None:
+        """Copies a plan's blocks to the host's store and waits."""
 
     def warmup(
         self,
