@@ -123,9 +123,9 @@ class RoutingCapture:
         )
 
     def _repr_html_(self) -> str:
-        decoded = self.num_rows - int(self.prefill.sum())
+        decoded, cached = self.num_rows - int(self.prefill.sum()), int(self.cached.sum())
         about = {
-            "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded, {int(self.cached.sum()):,} cached)"
+            "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded, {cached:,} cached)"
             f" in {self.num_steps:,} steps",
             "requests": f"{len(self.requests):,}",
             "routing": f"{len(self.layers)} layers, top-{self.top_k} of {self.num_experts} experts",
