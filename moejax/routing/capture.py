@@ -32,7 +32,7 @@ SCHEMA = 2  # 1 had no rows of tokens that were found computed
 CAPTURE_FILE = "routing.npz"
 _MOST_LAYERS = 24  # in a notebook
 _COUNTED_ROWS = 1 << 14
-_COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill", "cached")
+COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill", "cached")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RoutingCapture:
                 f"routing trace: ids {self.ids.shape} and weights {self.weights.shape} must both be"
                 f" [rows, {len(self.layers)} layers, experts per token]"
             )
-        for name in _COLUMNS[2:]:
+        for name in COLUMNS[2:]:
             if getattr(self, name).shape != (rows,):
                 raise ConfigError(
                     f"routing trace: {name} has shape {getattr(self, name).shape} for {rows} rows of ids"
@@ -164,7 +164,7 @@ class RoutingCapture:
     @property
     def nbytes(self) -> int:
         """Bytes of the columns."""
-        return sum(getattr(self, name).nbytes for name in _COLUMNS)
+        return sum(getattr(self, name).nbytes for name in COLUMNS)
 
     @functools.cached_property
     def step_starts(self) -> np.ndarray:
@@ -183,7 +183,7 @@ class RoutingCapture:
 
     def select(self, rows: np.ndarray) -> "RoutingCapture":
         """Returns the same trace with some of its rows: a mask or rising indices."""
-        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         return dataclasses.replace(self, **columns)
 
     def phase(self, name: str) -> "RoutingCapture":
@@ -238,7 +238,7 @@ class RoutingCapture:
         }
         text = np.frombuffer(dump_json(header).encode(), np.uint8)
         with atomic_file(path) as file:
-            np.savez(file, header=text, **{name: getattr(self, name) for name in _COLUMNS})
+            np.savez(file, header=text, **{name: getattr(self, name) for name in COLUMNS})
         return Path(path)
 
 
@@ -260,7 +260,7 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
             if header["schema"] not in (1, SCHEMA):
                 raise ConfigError(f"{file} has schema {header['schema']}; this moejax reads 1 to {SCHEMA}")
             return RoutingCapture(
-                **{name: arrays[name] for name in _COLUMNS[: -1 if header["schema"] == 1 else None]},
+                **{name: arrays[name] for name in COLUMNS[: -1 if header["schema"] == 1 else None]},
                 requests=tuple(CapturedRequest(**request) for request in header["requests"]),
                 layers=tuple(header["layers"]),
                 num_experts=header["num_experts"],

@@ -1,6 +1,7 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -155,15 +156,13 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
     store and back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
     pairs = [(place, place) for place in range(most)]
-    plan = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups)
-    seconds = []
+    plan, times = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups), [time.perf_counter()]
     for _ in range(4):  # the first compiles
-        start = time.perf_counter()
         runner.save(plan)
         jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
-        seconds.append(time.perf_counter() - start)
+        times.append(time.perf_counter())
     runner.reset()
-    return min(seconds)
+    return min(after - before for before, after in pairwise(times))
 
 
 def cache_blocks(

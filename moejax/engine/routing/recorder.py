@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.engine.routing.cached import CachedRouting, Places
+from moejax.engine.routing.cached import CachedRouting, places_of
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens, id_dtype
@@ -30,7 +30,7 @@ class _Pending(NamedTuple):
     rows: int
     ids: Any
     weights: Any
-    places: Items[Places]
+    places: Items[list[np.ndarray]]
 
 
 class _Decoding(NamedTuple):
@@ -81,12 +81,14 @@ class RoutingRecorder:
         """Begins a step: rows added from now on were computed in it."""
         self._steps += 1
 
-    def places(self, plan: Plan) -> list[Places]:
+    def places(self, plan: Plan) -> list[list[np.ndarray]]:
         """Returns what `add` must know of a plan that is about to be launched."""
         both = zip(plan.groups, self._cached, strict=False)
-        return [Places.of(part, cached.block_size) for part, cached in both]
+        return [places_of(part, cached.block_size) for part, cached in both]
 
-    def add(self, plan: Plan, rows: int, ids: Any, weights: Any, places: Items[Places] = ()) -> None:
+    def add(
+        self, plan: Plan, rows: int, ids: Any, weights: Any, places: Items[list[np.ndarray]] = ()
+    ) -> None:
         """Takes the rows that a step, or a microbatch of it, computed.
 
         Args:
@@ -130,34 +132,31 @@ class RoutingRecorder:
         ids, weights = (np.asarray(x) for x in arrays)
         each = len(ids) // len(plan.groups)
         for group, part in enumerate(plan.groups):
-            first = group * each
-            if active := len(part.decodes) - part.idle:
+            first, active = group * each, len(part.decodes) - part.idle
+            cached, where = (self._cached[group], places[group]) if places else (None, [])
+            if active:
                 index = self._decoded(part, active)
                 index[:, _STEP] = step
-                self._write(ids[first : first + active], weights[first : first + active], index)
-                if places:
-                    here = slice(first, first + active)
-                    self._cached[group].write(places[group].decodes, ids[here], weights[here])
+                new = ids[first : first + active], weights[first : first + active]
+                self._write(*new, index)
+                if cached:
+                    cached.write(np.concatenate(where[:active]), *new)
             first += rows
-            for number, chunk in enumerate(part.chunks):
-                here, found, whose = (
-                    slice(first, first + chunk.count),
-                    chunk.found,
-                    self._whose(chunk.sequence),
-                )
-                index = np.empty((found + chunk.count, len(_INDEX)), np.int32)
-                index[:] = step, *whose, 0, True, False
-                index[:, _POSITION] = range(chunk.start - found, chunk.start + chunk.count)
-                if places:
-                    at = places[group].chunks[number]
-                    index[:found, _CACHED] = True
-                    self._write(*self._cached[group].read(at[:found]), index[:found])
-                    self._cached[group].write(at[found:], ids[here], weights[here])
-                self._write(ids[here], weights[here], index[found:])
+            for number, chunk in enumerate(part.chunks, active):
+                new = ids[first : first + chunk.count], weights[first : first + chunk.count]
+                index = np.empty((chunk.found + chunk.count, len(_INDEX)), np.int32)
+                index[:] = step, *self._whose(chunk.sequence), 0, True, False
+                index[:, _POSITION] = range(chunk.start - chunk.found, chunk.start + chunk.count)
+                if cached:
+                    found, own = np.split(where[number], [chunk.found])
+                    index[: chunk.found, _CACHED] = True
+                    self._write(*(x[found] for x in cached.rows), index[: chunk.found])
+                    cached.write(own, *new)
+                self._write(*new, index[chunk.found :])
                 first += chunk.count
 
     def _decoded(self, part: StepPlan, active: int) -> np.ndarray:
-        """Returns the decoding rows' columns but for the step, int32 `[active, 5]`. Mostly the rows are of
+        """Returns the decoding rows' columns but for the step, int32 `[active, 6]`. Mostly the rows are of
         the same requests as in the step before."""
         sequences = part.decodes[:active]
         if sequences != self._decoding.sequences:

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.engine.routing.cached import Places
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
@@ -44,7 +43,7 @@ class Rows(NamedTuple):
     chunk_tokens: list[int]
     record: bool
     plan: Plan
-    places: Sequence[Places]
+    places: Sequence[list[np.ndarray]]
 
     @classmethod
     def of(cls, plan: Plan, key: StepKey, capture: RoutingRecorder | None) -> "Rows":
@@ -143,9 +142,8 @@ class BucketRunner(ABC):
             queries=queries,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
-        remembers = cache.num_blocks if config.prefix_cache.enabled else 0
-        recorder = RoutingRecorder(model, remembers, cache.block_size, self.groups)
-        self.capture = recorder if config.capture_routing else None
+        remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
+        self.capture = RoutingRecorder(model, *remembered) if config.capture_routing else None
         self._far = jax.default_backend() != "cpu"  # there a host's copy costs more than it saves
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
 
