@@ -12,7 +12,7 @@ from moejax.engine.scheduling.plan import StepPlan
 
 
 def places_of(part: StepPlan, block_size: int) -> list[np.ndarray]:
-    """Returns where a group's part of a plan writes, as `block · block_size + offset`, int64: of each decoding
+    """Returns where a group's part of a plan writes, `block · block_size + offset`, int64: of each decoding
     row; of each chunk, before its own tokens those that it found. Tables go on changing after the launch."""
     active = len(part.decodes) - part.idle
     rows = [(s, p, p + 1) for s, p in zip(part.decodes[:active], part.positions, strict=False)]

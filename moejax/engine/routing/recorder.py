@@ -125,8 +125,8 @@ class RoutingRecorder:
 
     def _read(self, pending: _Pending) -> None:
         step, plan, rows, *arrays, places = pending
-        for cached, part in zip(self._cached, plan.groups, strict=False):
-            cached.move(part)
+        for moved, part in zip(self._cached, plan.groups, strict=False):
+            moved.move(part)
         if arrays[0] is None:
             return
         ids, weights = (np.asarray(x) for x in arrays)
@@ -150,7 +150,7 @@ class RoutingRecorder:
                 if cached:
                     found, own = np.split(where[number], [chunk.found])
                     index[: chunk.found, _CACHED] = True
-                    self._write(*(x[found] for x in cached.rows), index[: chunk.found])
+                    self._write(cached.rows[0][found], cached.rows[1][found], index[: chunk.found])
                     cached.write(own, *new)
                 self._write(*new, index[chunk.found :])
                 first += chunk.count
