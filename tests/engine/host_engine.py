@@ -14,7 +14,7 @@ import pytest
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.cache.prefix import PrefixTree, make_prefixes
-from moejax.core.config import Preemption, PrefixCacheConfig
+from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import RequestOptions, SamplingParams
 from moejax.engine.requests.builder import roots_of
@@ -97,6 +97,7 @@ class Limits:
     prefixes: PrefixCacheConfig | None = None
     slots: int = 0
     shared: bool = True
+    starts: StaticBatchingConfig = field(default_factory=StaticBatchingConfig)
     preemption: Preemption = "recompute"
     swap_slots: int = 0
     fail_at: frozenset[int] = frozenset()
@@ -150,6 +151,8 @@ class HostEngine:
         self.swap = swap(limits.preemption, limits.slots, limits.swap_slots)
         self.swap.move_s = 9.0  # and a token of a prompt takes a second
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.swap)
+        if isinstance(self.scheduler, StaticScheduler):
+            self.scheduler.starts = limits.starts
         self.runner = FakeRunner(limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at)
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
@@ -287,6 +290,7 @@ class HostEngine:
         # A rate has tenants wait for as many steps as its tokens take.
         rates = [t.tokens_per_s for t in self.policy.config.tenants.values() if t.tokens_per_s]
         bound += round(sum(s.max_length for s in live) / min(rates, default=math.inf)) + 1
+        bound += round(self.limits.starts.max_wait_s * len(live))
         steps = 0
         while not self.idle:
             if steps > bound:

@@ -1,6 +1,8 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -107,7 +109,9 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
     config, remembered = resolved.engine, resolved.prefix_cache
     (slots, swapped), shared = store_slots(resolved, cache), resolved.kernels != "xla"
-    kind = StaticScheduler if config.batching == "static" else Scheduler
+    kind: Callable[..., Scheduler] = Scheduler
+    if config.batching == "static":
+        kind = partial(StaticScheduler, starts=config.static_batching)
     schedulers = [
         kind(
             BlockAllocator(
