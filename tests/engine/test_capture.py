@@ -337,3 +337,24 @@ def test_a_trace_with_hits_is_replayed(bare_llm: LLM, tmp_path: Path) -> None:
     assert tokens([llm.generate(one, PARAMS)[0] for one in asked]) == tokens(outs)
     again = llm.routing_capture()
     assert by_place(again) == by_place(trace) and not again.cached.any()
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", ["dp2_ep2", "pp2_dp2", "pp3_microbatches", "dp_attention_ep2"])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_devices_find_what_one_computes(layout: str, place: Any) -> None:
+    cache = {"prefix_cache": PrefixCacheConfig(enabled=True, place=place), "preemption": "swap"}
+    rounds = [mesh_prompts(5), [asked[:-1] + [7, 8] for asked in mesh_prompts(5)], mesh_prompts(5)]
+    traces, found = [], []
+    for engine, parallel in ((MESHED, None), (dataclasses.replace(MESHED, **cache), LAYOUTS[layout])):
+        llm = LLM(MODEL, load_format="dummy", engine=engine, parallel=parallel and ParallelConfig(**parallel))
+        outs = [out for asked in rounds for out in llm.generate(asked, greedy(5))]
+        traces.append(llm.routing_capture())
+        found.append((tokens(outs), [out.metrics.cached_tokens for out in outs]))
+    (expected, _), (got, cached) = found
+    assert got == expected and experts(traces[1]) == experts(traces[0])
+    assert np.bincount(traces[1].request[traces[1].cached], minlength=15).tolist() == [
+        cached[int(request.request_id)] for request in traces[1].requests
+    ]
+    assert sum(cached) > 20

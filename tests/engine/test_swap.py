@@ -151,6 +151,7 @@ def until_swapped(llm: LLM) -> list[Any]:
     return streams
 
 
+@pytest.mark.slow
 def test_what_ends_from_outside_gives_its_places_back(
     never_preempted: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ):
