@@ -449,12 +449,26 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
 
 
 @dataclass(frozen=True)
+class StaticBatchingConfig(Checked, section="engine.static_batching"):
+    """When static batching takes its next batch, once the last one is over.
+
+    Attributes:
+        batch_size: samples that it waits for; None: as many as run at a time.
+        max_wait_s: seconds that the oldest waits for these at most; 0: it takes whoever is there.
+    """
+
+    batch_size: PositiveInt | None = None
+    max_wait_s: NonNegativeNumber = 0.0
+
+
+@dataclass(frozen=True)
 class EngineConfig(Checked, section="engine"):
     """Limits and choices of the engine. Lengths in tokens.
 
     Attributes:
         max_model_len: longest prompt and output together; None takes the model's own.
         batching: "continuous", or "static" as its baseline (padded, waits for the whole batch).
+        static_batching: see `StaticBatchingConfig`.
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens that one step computes; longer prompts are cut into chunks.
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
@@ -496,6 +510,7 @@ class EngineConfig(Checked, section="engine"):
 
     max_model_len: PositiveInt | None = None
     batching: Batching = "continuous"
+    static_batching: StaticBatchingConfig = field(default_factory=StaticBatchingConfig)
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 2048
     policy: PolicyName = "fcfs"
@@ -527,6 +542,11 @@ class EngineConfig(Checked, section="engine"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.static_batching.batch_size or 0) > self.max_num_seqs:
+            raise ConfigError(
+                f"engine.static_batching.batch_size {self.static_batching.batch_size} exceeds "
+                f"engine.max_num_seqs {self.max_num_seqs}: so many never run at a time"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"engine.max_num_batched_tokens {self.max_num_batched_tokens} is below engine.max_num_seqs "

@@ -84,6 +84,7 @@ def captured_steps(
         ConfigError: the trace is another model's.
     """
     capture.check_fits(config)
+    capture = capture.computed()
     ends = np.array([request.prompt_len for request in capture.requests])
     bounds = [*capture.step_starts.tolist(), capture.num_rows]
     for first, last in itertools.pairwise(bounds):

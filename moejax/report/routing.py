@@ -31,7 +31,7 @@ _GREY = "#dddddd"
 def _named(captures: Captures) -> dict[str, RoutingCapture]:
     """By name, those that have rows."""
     named = {"": captures} if isinstance(captures, RoutingCapture) else dict(captures)
-    return {name: capture for name, capture in named.items() if capture.num_rows}
+    return {name: capture.computed() for name, capture in named.items() if capture.num_rows}
 
 
 def _about(captures: Mapping[str, RoutingCapture], result: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """A routing trace of an engine: which experts each computed token visited in each layer, column by column.
 
 A row is one token computed in one step; rows are in the order in which they were computed. A token that is
-computed again (after preemption) has a row each time. Knows nothing of engines, files of weights or JAX.
+computed again (after preemption) has a row each time; one that was found computed has a marked row. Knows
+nothing of engines, files of weights or JAX.
 """
 
 import dataclasses
@@ -27,11 +28,11 @@ from moejax.core.words import byte_words
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no rows of tokens that were found computed
 CAPTURE_FILE = "routing.npz"
 _MOST_LAYERS = 24  # in a notebook
 _COUNTED_ROWS = 1 << 14
-_COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill")
+COLUMNS = ("ids", "weights", "step", "request", "sample", "position", "prefill", "cached")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class RoutingCapture:
         num_experts: E.
         origin: "captured" or "generated".
         meta: JSON-like: model, checkpoint_hash, how a generator was called, versions.
+        cached: bool `[R]`, nothing was computed: the prefix cache had the token, and the row is that of who
+            computed it. It stands before the rows of the step in which the request went on.
     """
 
     ids: np.ndarray
@@ -83,9 +86,12 @@ class RoutingCapture:
     num_experts: int
     origin: str = "captured"
     meta: Mapping[str, Any] = field(default_factory=dict)
+    cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def __post_init__(self) -> None:
         rows = len(self.ids)
+        if not len(self.cached):
+            object.__setattr__(self, "cached", np.zeros(rows, np.bool_))
         if (
             self.ids.ndim != 3
             or self.ids.shape != self.weights.shape
@@ -95,7 +101,7 @@ class RoutingCapture:
                 f"routing trace: ids {self.ids.shape} and weights {self.weights.shape} must both be"
                 f" [rows, {len(self.layers)} layers, experts per token]"
             )
-        for name in _COLUMNS[2:]:
+        for name in COLUMNS[2:]:
             if getattr(self, name).shape != (rows,):
                 raise ConfigError(
                     f"routing trace: {name} has shape {getattr(self, name).shape} for {rows} rows of ids"
@@ -117,9 +123,10 @@ class RoutingCapture:
         )
 
     def _repr_html_(self) -> str:
-        decoded = self.num_rows - int(self.prefill.sum())
+        decoded, cached = self.num_rows - int(self.prefill.sum()), int(self.cached.sum())
         about = {
-            "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded) in {self.num_steps:,} steps",
+            "rows": f"{self.num_rows:,} tokens ({decoded:,} of them decoded, {cached:,} cached)"
+            f" in {self.num_steps:,} steps",
             "requests": f"{len(self.requests):,}",
             "routing": f"{len(self.layers)} layers, top-{self.top_k} of {self.num_experts} experts",
             "size": byte_words(self.nbytes),
@@ -157,7 +164,7 @@ class RoutingCapture:
     @property
     def nbytes(self) -> int:
         """Bytes of the columns."""
-        return sum(getattr(self, name).nbytes for name in _COLUMNS)
+        return sum(getattr(self, name).nbytes for name in COLUMNS)
 
     @functools.cached_property
     def step_starts(self) -> np.ndarray:
@@ -167,12 +174,16 @@ class RoutingCapture:
         return np.flatnonzero(np.r_[True, self.step[1:] != self.step[:-1]])
 
     def counts(self) -> np.ndarray:
-        """Returns int64 `[L, E]`: assignments of each expert."""
-        return count_experts(self.ids, self.num_experts)
+        """Returns int64 `[L, E]`: assignments of each expert that were computed."""
+        return count_experts(self.computed().ids, self.num_experts)
+
+    def computed(self) -> "RoutingCapture":
+        """Returns the trace without the rows of what was found computed: all work that was done."""
+        return self.select(~self.cached) if self.cached.any() else self
 
     def select(self, rows: np.ndarray) -> "RoutingCapture":
         """Returns the same trace with some of its rows: a mask or rising indices."""
-        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         return dataclasses.replace(self, **columns)
 
     def phase(self, name: str) -> "RoutingCapture":
@@ -227,7 +238,7 @@ class RoutingCapture:
         }
         text = np.frombuffer(dump_json(header).encode(), np.uint8)
         with atomic_file(path) as file:
-            np.savez(file, header=text, **{name: getattr(self, name) for name in _COLUMNS})
+            np.savez(file, header=text, **{name: getattr(self, name) for name in COLUMNS})
         return Path(path)
 
 
@@ -246,10 +257,10 @@ def load_capture(path: str | os.PathLike[str]) -> RoutingCapture:
         # Opened here, since numpy leaves a file that is cut off open.
         with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
-            if header["schema"] != SCHEMA:
-                raise ConfigError(f"{file} has schema {header['schema']}; this moejax reads {SCHEMA}")
+            if header["schema"] not in (1, SCHEMA):
+                raise ConfigError(f"{file} has schema {header['schema']}; this moejax reads 1 to {SCHEMA}")
             return RoutingCapture(
-                **{name: arrays[name] for name in _COLUMNS},
+                **{name: arrays[name] for name in COLUMNS[: -1 if header["schema"] == 1 else None]},
                 requests=tuple(CapturedRequest(**request) for request in header["requests"]),
                 layers=tuple(header["layers"]),
                 num_experts=header["num_experts"],

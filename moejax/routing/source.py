@@ -30,12 +30,12 @@ def check_trace(key: str, path: object) -> str:
 
 
 def open_trace(key: str, path: str, model: ModelConfig | None = None) -> RoutingCapture:
-    """Reads the trace that a configuration names under `key`.
+    """Reads the computed rows of the trace that a configuration names under `key`.
 
     Raises:
         ConfigError: it is no trace, has no rows, or `model` could not have made it.
     """
-    capture = load_capture(path)
+    capture = load_capture(path).computed()
     capture.require_rows(f"{key}={path}")
     if model is not None:
         capture.check_fits(model, f"{key}={path}")

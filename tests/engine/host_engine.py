@@ -14,7 +14,7 @@ import pytest
 
 from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
-from moejax.core.config import Preemption, PrefixCacheConfig
+from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.requests.api import RequestOptions, SamplingParams
 from moejax.engine.requests.builder import roots_of
@@ -98,6 +98,7 @@ class Limits:
     slots: int = 0
     window: int | None = None
     shared: bool = True
+    starts: StaticBatchingConfig = field(default_factory=StaticBatchingConfig)
     preemption: Preemption = "recompute"
     swap_slots: int = 0
     fail_at: frozenset[int] = frozenset()
@@ -157,6 +158,8 @@ class HostEngine:
         self.swap = swap(limits.preemption, limits.slots, limits.swap_slots)
         self.swap.move_s = 9.0  # and a token of a prompt takes a second
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
+        if isinstance(self.scheduler, StaticScheduler):
+            self.scheduler.starts = limits.starts
         self.runner = FakeRunner(
             limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window
         )
@@ -297,6 +300,7 @@ class HostEngine:
         # A rate has tenants wait for as many steps as its tokens take.
         rates = [t.tokens_per_s for t in self.policy.config.tenants.values() if t.tokens_per_s]
         bound += round(sum(s.max_length for s in live) / min(rates, default=math.inf)) + 1
+        bound += round(self.limits.starts.max_wait_s * len(live))
         steps = 0
         while not self.idle:
             if steps > bound:

@@ -4,19 +4,21 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, ParallelConfig, SamplingParams
+from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import ConfigError, StepError
 from moejax.engine.requests.api import RequestOutput
-from moejax.routing.capture import RoutingCapture, hash_tokens
+from moejax.routing.capture import RoutingCapture, hash_tokens, load_capture
 from tests.engine.mesh_models import BASE
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
 from tests.engine.mesh_models import prompts as mesh_prompts
-from tests.engine.paged import SCARCE, TIGHT, greedy, prompt, tight
+from tests.engine.paged import SCARCE, TIGHT, greedy, prompt, tight, tokens
 from tests.engine.tiny import FullForward, small_config
 from tests.engine.traces import by_place, computed, experts, places, values
 from tests.numerics import assert_close, tolerance
@@ -67,9 +69,9 @@ def check(trace: RoutingCapture, outs: list[RequestOutput], oracle: FullForward,
     assert [r.prompt_len for r in trace.requests] == [len(out.prompt_token_ids) for out in outs]
     for r, out in enumerate(outs):
         for s, sample in enumerate(out.outputs):
-            tokens = out.prompt_token_ids + sample.token_ids
-            chosen = [layer for layer in oracle.experts(tokens) if layer is not None]
-            given = [layer for layer in oracle.weights(tokens) if layer is not None]
+            whole = out.prompt_token_ids + sample.token_ids
+            chosen = [layer for layer in oracle.experts(whole) if layer is not None]
+            given = [layer for layer in oracle.weights(whole) if layer is not None]
             mine = (trace.request == r) & (trace.sample == s)
             at = trace.position[mine]
             np.testing.assert_array_equal(trace.ids[mine], np.stack(chosen, axis=1)[at])
@@ -135,9 +137,9 @@ def test_scoring_captures_every_token(variant: Any, whole: FullForward) -> None:
     llm.score(ASKED[1:])
     trace = llm.routing_capture()
     assert trace.num_rows == sum(LENGTHS[1:]) and trace.prefill.all()
-    for r, tokens in enumerate(ASKED[1:]):
+    for r, asked in enumerate(ASKED[1:]):
         rows = trace.select(trace.request == r)
-        np.testing.assert_array_equal(rows.ids[:, 0], np.asarray(whole.experts(tokens)[0])[rows.position])
+        np.testing.assert_array_equal(rows.ids[:, 0], np.asarray(whole.experts(asked)[0])[rows.position])
 
 
 def test_what_capacity_drops_is_marked() -> None:
@@ -258,3 +260,101 @@ def single() -> dict[Any, Any]:
 def test_devices_capture_what_one_does(layout: str, single: dict[Any, Any]) -> None:
     _, _, trace = traced(ParallelConfig(**LAYOUTS[layout]))
     assert trace.layers == (0, 2) and experts(trace) == single
+
+
+# -- tokens that were found computed -------------------------------------------------------------------
+
+
+def remembering(place: Any, **fields: Any) -> EngineConfig:
+    return dataclasses.replace(
+        capturing_config(TIGHT), prefix_cache=PrefixCacheConfig(enabled=True, place=place), **fields
+    )
+
+
+ROUNDS = [
+    [prompt(14), prompt(14)[:9] + prompt(7, 1)],
+    [prompt(14), prompt(14)[:11], prompt(17, 2), prompt(16, 1)],
+]
+ROUNDS = [*ROUNDS, ROUNDS[0]]
+
+
+def captured_rounds(llm: LLM) -> tuple[list[RequestOutput], RoutingCapture]:
+    """Prompts that begin alike, some sampled twice, some found after others took their blocks."""
+    outs = []
+    for number, prompts in enumerate(ROUNDS):
+        twice = SamplingParams(max_tokens=9, temperature=0.7, seed=4, n=2, ignore_eos=True)
+        outs += llm.generate(
+            prompts, [twice if number == 1 and i == 2 else PARAMS for i in range(len(prompts))]
+        )
+        llm.engine.scheduler.check_integrity()
+    return outs, llm.routing_capture()
+
+
+@pytest.mark.parametrize(
+    ("place", "fields"),
+    [
+        ("host", {"num_blocks": 12, "preemption": "swap"}),
+        *(
+            pytest.param(place, fields, marks=pytest.mark.slow)
+            for place in ("host", "device")
+            for fields in (
+                {},
+                {"overlap": False},
+                {"num_blocks": 12, "max_num_seqs": 3},
+                {"num_blocks": 12, "preemption": "swap"},
+            )
+        ),
+    ],
+)
+def test_what_is_found_has_the_rows_of_who_computed_it(
+    place: str, fields: dict[str, Any], bare_llm: LLM, variant: Any, whole: FullForward
+) -> None:
+    llm, plain = bare_llm.variant(remembering(place, **fields)), variant("chunked", True)
+    plain.reset_capture()
+    (outs, trace), (expected, computed_all) = captured_rounds(llm), captured_rounds(plain)
+    assert tokens(outs) == tokens(expected) and not computed_all.cached.any()
+    assert experts(trace) == experts(computed_all)
+    check(trace, outs, whole, again=True)
+    mine = np.bincount(trace.request[trace.cached], minlength=len(outs))
+    assert mine.tolist() == [out.metrics.cached_tokens for out in outs] and mine.sum() > 30
+    assert trace.prefill[trace.cached].all() and (np.diff(trace.step) >= 0).all()
+    assert (trace.counts() == trace.select(~trace.cached).counts()).all()
+    # Forgetting the trace forgets nothing that the cache has.
+    llm.reset_capture()
+    again = llm.generate([ROUNDS[0][0]], PARAMS)[0]
+    rows = llm.routing_capture()
+    assert int(rows.cached.sum()) == again.metrics.cached_tokens > 0
+    check(rows, [again], whole)
+
+
+def test_a_trace_with_hits_is_replayed(bare_llm: LLM, tmp_path: Path) -> None:
+    llm = bare_llm.variant(remembering("host"))
+    asked = [ROUNDS[0][0]] * 2 + [ROUNDS[0][1]]
+    outs = [llm.generate(one, PARAMS)[0] for one in asked]
+    trace = load_capture(llm.routing_capture().save(tmp_path / "hits.npz"))
+    assert trace.cached.sum() == sum(out.metrics.cached_tokens for out in outs) > 0
+    llm.replay_routing(trace)
+    assert tokens([llm.generate(one, PARAMS)[0] for one in asked]) == tokens(outs)
+    again = llm.routing_capture()
+    assert by_place(again) == by_place(trace) and not again.cached.any()
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", ["dp2_ep2", "pp2_dp2", "pp3_microbatches", "dp_attention_ep2"])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_devices_find_what_one_computes(layout: str, place: Any) -> None:
+    cache = {"prefix_cache": PrefixCacheConfig(enabled=True, place=place), "preemption": "swap"}
+    rounds = [mesh_prompts(5), [asked[:-1] + [7, 8] for asked in mesh_prompts(5)], mesh_prompts(5)]
+    traces, found = [], []
+    for engine, parallel in ((MESHED, None), (dataclasses.replace(MESHED, **cache), LAYOUTS[layout])):
+        llm = LLM(MODEL, load_format="dummy", engine=engine, parallel=parallel and ParallelConfig(**parallel))
+        outs = [out for asked in rounds for out in llm.generate(asked, greedy(5))]
+        traces.append(llm.routing_capture())
+        found.append((tokens(outs), [out.metrics.cached_tokens for out in outs]))
+    (expected, _), (got, cached) = found
+    assert got == expected and experts(traces[1]) == experts(traces[0])
+    assert np.bincount(traces[1].request[traces[1].cached], minlength=15).tolist() == [
+        cached[int(request.request_id)] for request in traces[1].requests
+    ]
+    assert sum(cached) > 20

@@ -1,10 +1,14 @@
 """The baseline of continuous batching: waits for its batch, pads, never preempts, gives the same tokens."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.core.errors import RequestError
+from moejax.core.config import EngineConfig, StaticBatchingConfig
+from moejax.core.errors import ConfigError, RequestError
+from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.scheduling.sequence import State
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of, run
 
@@ -101,3 +105,55 @@ def test_an_abort_of_the_whole_batch_lets_the_next_in():
 def test_static_scores_and_samples_together():
     engine = run(Limits(static=True), [Ask(9, score=True), Ask(3, max_tokens=5), Ask(2, score=True)])
     assert engine.events["scores"] == 2
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    ("batch_size", "max_wait_s", "sizes"),
+    [
+        (None, 0.0, [1, 4]),  # whoever is there: the first alone, then all that came meanwhile
+        (3, 100.0, [3, 2]),  # three are waited for, and of those that are left the oldest's time
+        (None, 4.0, [4, 1]),  # the four that came within as many seconds
+        (5, 100.0, [5]),
+    ],
+)
+def test_a_batch_waits_for_others(batch_size: int | None, max_wait_s: float, sizes: list[int], overlap: bool):
+    """A request comes each second, of which a step takes one."""
+    starts = StaticBatchingConfig(batch_size, max_wait_s)
+    engine = HostEngine(Limits(max_num_seqs=8, static=True, overlap=overlap, starts=starts))
+    asked, batches, launched = 5, [], 0
+    while asked or not engine.idle:
+        if asked:
+            engine.submit(Ask(3, max_tokens=9))
+            asked -= 1
+        plan = engine.step()
+        if plan is not None and any(chunk.first for chunk in plan.chunks):
+            batches.append(len(plan.chunks))
+        launched += plan is not None
+    assert batches == sizes
+    engine.check_outputs()
+
+
+def test_a_waiting_batch_can_be_paused_and_ended():
+    engine = HostEngine(Limits(static=True, starts=StaticBatchingConfig(4, 50.0)))
+    first, second = engine.submit(Ask(3)), engine.submit(Ask(5))
+    assert engine.step() is None and engine.scheduler.wait_s() == 49.0
+    engine.pause(wait=True)
+    engine.paused = False
+    engine.abort(first)
+    assert engine.step() is None and second.live
+    engine.drain()
+    assert engine.clock >= 50.0
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "line"),
+    [
+        ({"static_batching": StaticBatchingConfig(65)}, 1, "batch_size 65 exceeds engine.max_num_seqs 64"),
+        ({"batching": "static", "static_batching": StaticBatchingConfig(max_wait_s=1.0)}, 2, "by the clock"),
+    ],
+)
+def test_static_mistakes(options: dict[str, Any], processes: int, line: str):
+    with pytest.raises(ConfigError, match=line) as error:
+        make_policy(EngineConfig(**options), processes)
+    assert "\n" not in str(error.value)

@@ -1,6 +1,7 @@
 """The trace's own checks, its file, and its counts."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -52,3 +53,31 @@ def test_a_file_that_is_cut_off(kept: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ConfigError, match=r"routing\.npz is no routing trace of moejax"):
         load_capture(path)
+
+
+def test_rows_that_were_found_computed(tmp_path: Path) -> None:
+    cached = np.arange(TRACE.num_rows) < 6
+    trace = dataclasses.replace(TRACE, cached=cached)
+    again = load_capture(trace.save(tmp_path / "routing.npz"))
+    np.testing.assert_array_equal(again.cached, cached)
+    assert again.computed().num_rows == TRACE.num_rows - 6 and TRACE.computed() is TRACE
+    np.testing.assert_array_equal(again.counts(), TRACE.select(~cached).counts())
+    with pytest.raises(ConfigError, match="cached has shape"):
+        dataclasses.replace(TRACE, cached=cached[1:])
+
+
+def test_a_file_of_the_first_schema_is_read(tmp_path: Path) -> None:
+    path = TRACE.save(tmp_path / "routing.npz")
+    with np.load(path) as arrays:
+        old = {name: arrays[name] for name in arrays.files if name != "cached"}
+    for schema in (1, 3):
+        header = {**json.loads(old["header"].tobytes()), "schema": schema}
+        old["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        np.savez(path, **old)
+        if schema == 3:
+            with pytest.raises(ConfigError, match="has schema 3; this moejax reads 1 to 2"):
+                load_capture(path)
+        else:
+            again = load_capture(path)
+            np.testing.assert_array_equal(again.ids, TRACE.ids)
+            assert not again.cached.any() and len(again.cached) == TRACE.num_rows

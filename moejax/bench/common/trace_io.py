@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moejax.engine.llm import LLM
-from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
+from moejax.routing.capture import CAPTURE_FILE, COLUMNS, RoutingCapture
 
 
 def start_capture(llm: LLM | None) -> None:
@@ -33,7 +33,7 @@ def joined(traces: Sequence[RoutingCapture]) -> RoutingCapture:
     step = request = 0
     parts = []
     for trace in traces:
-        part = {name: getattr(trace, name) for name in ("ids", "weights", "sample", "position", "prefill")}
+        part = {name: getattr(trace, name) for name in COLUMNS}
         part["step"] = trace.step + np.int32(step)
         part["request"] = trace.request + np.int32(request)
         parts.append(part)

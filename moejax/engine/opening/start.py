@@ -1,6 +1,9 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -117,7 +120,9 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
     config, remembered = resolved.engine, resolved.prefix_cache
     (slots, swapped), shared = store_slots(resolved, cache), resolved.kernels != "xla"
-    kind = StaticScheduler if config.batching == "static" else Scheduler
+    kind: Callable[..., Scheduler] = Scheduler
+    if config.batching == "static":
+        kind = partial(StaticScheduler, starts=config.static_batching)
     schedulers = [
         kind(
             BlockAllocator(
@@ -167,15 +172,13 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
     store and back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
     pairs = [(place, place) for place in range(most)]
-    plan = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups)
-    seconds = []
+    plan, times = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups), [time.perf_counter()]
     for _ in range(4):  # the first compiles
-        start = time.perf_counter()
         runner.save(plan)
         jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
-        seconds.append(time.perf_counter() - start)
+        times.append(time.perf_counter())
     runner.reset()
-    return min(seconds)
+    return min(after - before for before, after in pairwise(times))
 
 
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:

@@ -93,7 +93,7 @@ def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:
             left -= take
             into, rows, spans = parts[at]
             first, last = chunk.first and start == chunk.start, chunk.last and not left
-            into.chunks.append(Chunk(chunk.sequence, start, take, last, first))
+            into.chunks.append(Chunk(chunk.sequence, start, take, last, first, chunk.found * first))
             into.forks.append([] if left else forks)
             rows += [row] if left else range(row, row + 1 + len(forks))
             spans.append((index, take))

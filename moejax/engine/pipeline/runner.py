@@ -166,7 +166,7 @@ class PipelineRunner(BucketRunner):
                 for group in part.plan.groups
             ):
                 microbatch.moves = part.plan
-            launched.append((microbatch, part, Rows.of(part.plan, key)))
+            launched.append((microbatch, part, Rows.of(part.plan, key, self.capture)))
         for microbatch, part, _ in launched:
             for group, group_plan in enumerate(part.plan.groups):
                 for _, sequence in group_plan.sampling_rows():
@@ -174,11 +174,11 @@ class PipelineRunner(BucketRunner):
             self._start(microbatch)
         return LaunchedPipeline(launched, len(plan.sequences), plan.chunk_tokens)
 
-    def save(self, plan: Plan) -> None:
+    def _save(self, plan: Plan) -> None:
         while self._under_way:
             self._tick()
         for stage in self.stages:
-            stage.save(plan)
+            stage._save(plan)
 
     def ready(self, handle: LaunchedPipeline) -> bool:
         last = handle.microbatches[-1][0]

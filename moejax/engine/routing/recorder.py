@@ -5,19 +5,21 @@ run, when their arrays have come from the device beside the work that followed.
 """
 
 from collections import deque
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.engine.routing.cached import CachedRouting, places_of
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens, id_dtype
 
 LAG = 4
-_INDEX = ("step", "request", "sample", "position", "prefill")
-_STEP, _POSITION, _PREFILL = 0, 3, 4
+_INDEX = ("step", "request", "sample", "position", "prefill", "cached")
+_STEP, _POSITION, _PREFILL, _CACHED = 0, 3, 4, 5
 
 
 class _Pending(NamedTuple):
@@ -28,6 +30,7 @@ class _Pending(NamedTuple):
     rows: int
     ids: Any
     weights: Any
+    places: Items[list[np.ndarray]]
 
 
 class _Decoding(NamedTuple):
@@ -41,30 +44,35 @@ class _Decoding(NamedTuple):
 class RoutingRecorder:
     """Takes the routing of steps in the order in which they ran.
 
-    It grows by L · k · (1 or 2 + 4) + 20 bytes a token, and some hundred bytes a step, until `reset`, and
-    keeps each request's prompt.
+    It grows by L · k · (1 or 2 + 4) + 24 bytes a token, and some hundred bytes a step, until `reset`, and
+    keeps each request's prompt. Tokens that were found computed have the rows of who computed them.
 
     Args:
         model: whose layers are recorded.
+        num_blocks, block_size, groups: of the cache, where it remembers prefixes; 0 where it does not.
 
     `meta` is the trace's.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, num_blocks: int = 0, block_size: int = 0, groups: int = 1) -> None:
         self._layers = tuple(i for i, sparse in enumerate(model.moe_layers) if sparse)
         self._experts, self._top_k = model.num_experts, model.num_experts_per_tok
         self._id_dtype = id_dtype(model.num_experts)
         self.meta: dict[str, Any] = {}
+        cache = num_blocks, block_size, (len(self._layers), self._top_k), self._id_dtype
+        self._cached = [CachedRouting(*cache) for _ in range(groups if num_blocks else 0)]
+        self._pending: deque[_Pending] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; steps count from 0 again."""
+        """Forgets all but what the cache has; steps count from 0 again."""
+        while self._pending:
+            self._read(self._pending.popleft())
         self._steps = 0
-        self._pending: deque[_Pending] = deque()
         self._place: dict[str, int] = {}
         self._requests: list[tuple[str, list[int]]] = []
         self._decoding = _Decoding([], np.zeros((0, len(_INDEX)), np.int32), np.zeros(0, np.int32))
-        # Of each step: ids and weights `[rows, L, k]`, and int32 `[rows, 5]`, `_INDEX`.
+        # Of each step: ids and weights `[rows, L, k]`, and int32 `[rows, 6]`, `_INDEX`.
         self._rows: list[tuple[np.ndarray, ...]] = []
         shape = (0, len(self._layers), self._top_k)
         self._write(np.empty(shape), np.empty(shape), np.empty((0, len(_INDEX)), np.int32))
@@ -73,16 +81,24 @@ class RoutingRecorder:
         """Begins a step: rows added from now on were computed in it."""
         self._steps += 1
 
-    def add(self, plan: Plan, rows: int, ids: Any, weights: Any) -> None:
+    def places(self, plan: Plan) -> list[list[np.ndarray]]:
+        """Returns what `add` must know of a plan that is about to be launched."""
+        both = zip(plan.groups, self._cached, strict=False)
+        return [places_of(part, cached.block_size) for part, cached in both]
+
+    def add(
+        self, plan: Plan, rows: int, ids: Any, weights: Any, places: Items[list[np.ndarray]] = ()
+    ) -> None:
         """Takes the rows that a step, or a microbatch of it, computed.
 
         Args:
             plan: what it was asked for.
             rows: S, places of decoding rows in each data-parallel group's part, before its chunk tokens.
             ids, weights: `[groups · (S + T), L, k]`, on a device or not. What is not an array yet
-                (`numpy.asarray` makes it one) should be on its way.
+                (`numpy.asarray` makes it one) should be on its way; None for a plan that only saves blocks.
+            places: what `places` gave.
         """
-        self._pending.append(_Pending(self._steps - 1, plan, rows, ids, weights))
+        self._pending.append(_Pending(self._steps - 1, plan, rows, ids, weights, places))
         if len(self._pending) > LAG:
             self._read(self._pending.popleft())
 
@@ -92,7 +108,7 @@ class RoutingRecorder:
             self._read(self._pending.popleft())
         ids, weights, index = map(np.concatenate, zip(*self._rows, strict=True))
         columns = dict(zip(_INDEX, np.ascontiguousarray(index.T), strict=True))
-        columns["prefill"] = columns["prefill"].astype(np.bool_)
+        columns |= {name: columns[name].astype(np.bool_) for name in ("prefill", "cached")}
         requests = (
             CapturedRequest(request_id, hash_tokens(prompt), len(prompt))
             for request_id, prompt in self._requests
@@ -108,29 +124,43 @@ class RoutingRecorder:
         )
 
     def _read(self, pending: _Pending) -> None:
-        step, plan, rows, *arrays = pending
+        step, plan, rows, *arrays, places = pending
+        for moved, part in zip(self._cached, plan.groups, strict=False):
+            moved.move(part)
+        if arrays[0] is None:
+            return
         ids, weights = (np.asarray(x) for x in arrays)
         each = len(ids) // len(plan.groups)
         for group, part in enumerate(plan.groups):
-            first = group * each
-            if active := len(part.decodes) - part.idle:
+            first, active = group * each, len(part.decodes) - part.idle
+            cached, where = (self._cached[group], places[group]) if places else (None, [])
+            if active:
                 index = self._decoded(part, active)
                 index[:, _STEP] = step
-                self._write(ids[first : first + active], weights[first : first + active], index)
+                new = ids[first : first + active], weights[first : first + active]
+                self._write(*new, index)
+                if cached:
+                    cached.write(np.concatenate(where[:active]), *new)
             first += rows
-            for chunk in part.chunks:
-                index = np.empty((chunk.count, len(_INDEX)), np.int32)
-                index[:] = step, *self._whose(chunk.sequence), 0, True
-                index[:, _POSITION] = range(chunk.start, chunk.start + chunk.count)
-                self._write(ids[first : first + chunk.count], weights[first : first + chunk.count], index)
+            for number, chunk in enumerate(part.chunks, active):
+                new = ids[first : first + chunk.count], weights[first : first + chunk.count]
+                index = np.empty((chunk.found + chunk.count, len(_INDEX)), np.int32)
+                index[:] = step, *self._whose(chunk.sequence), 0, True, False
+                index[:, _POSITION] = range(chunk.start - chunk.found, chunk.start + chunk.count)
+                if cached:
+                    found, own = np.split(where[number], [chunk.found])
+                    index[: chunk.found, _CACHED] = True
+                    self._write(cached.rows[0][found], cached.rows[1][found], index[: chunk.found])
+                    cached.write(own, *new)
+                self._write(*new, index[chunk.found :])
                 first += chunk.count
 
     def _decoded(self, part: StepPlan, active: int) -> np.ndarray:
-        """Returns the decoding rows' columns but for the step, int32 `[active, 5]`. Mostly the rows are of
+        """Returns the decoding rows' columns but for the step, int32 `[active, 6]`. Mostly the rows are of
         the same requests as in the step before."""
         sequences = part.decodes[:active]
         if sequences != self._decoding.sequences:
-            index = np.asarray([(0, *self._whose(s), 0, 0) for s in sequences], np.int32)
+            index = np.asarray([(0, *self._whose(s), 0, 0, 0) for s in sequences], np.int32)
             self._decoding = _Decoding(sequences, index, np.asarray([s.prompt_len for s in sequences]))
         _, index, prompt_len = self._decoding
         index[:, _POSITION] = part.positions[:active]

@@ -15,13 +15,15 @@ from moejax.engine.scheduling.sequence import Sequence
 @dataclass(slots=True)
 class Chunk:
     """`count` tokens of a sequence from position `start`; `first` of its admission, `last` if they complete
-    what it has. A first chunk starts after the tokens that were found computed."""
+    what it has. A first chunk starts after the tokens that were found computed; the last `found` of these it
+    had neither computed nor found before."""
 
     sequence: Sequence
     start: int
     count: int
     last: bool
     first: bool = False
+    found: int = 0
 
     @property
     def scored(self) -> int:

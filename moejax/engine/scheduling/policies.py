@@ -327,6 +327,8 @@ def make_policy(engine: EngineConfig, processes: int = 1) -> Policy:
         f"engine.policy={name}": policy.timed,
         f"engine.scheduling.tenants.{''.join(rates[:1])}.tokens_per_s": bool(rates),
         "engine.scheduling.admission=refuse": limits.admission == "refuse",
+        "engine.static_batching.max_wait_s": engine.batching == "static"
+        and engine.static_batching.max_wait_s,
     }
     for key, holds in timed.items():
         if holds and processes > 1:

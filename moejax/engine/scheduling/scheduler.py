@@ -346,7 +346,8 @@ class Scheduler:
         if todo <= 0 or complete:
             return 0
         count = min(todo, budget)
-        chunk = Chunk(sequence, sequence.computed, count, count == todo, first)
+        found = max(0, sequence.cached - sequence.preempted_at) if first else 0
+        chunk = Chunk(sequence, sequence.computed, count, count == todo, first, found)
         sequence.computed += count
         if self.windows is not None:
             plan.window_copies += self.windows.slide(sequence.window_blocks, chunk.start, sequence.computed)
@@ -364,7 +365,7 @@ class Scheduler:
         with all but one, that is decoded: a chunk, however short, would cost more."""
         swapped = bool(sequence.swapped)
         self._admit(sequence, plan)
-        if not (swapped and decodes_next(sequence)):
+        if not (swapped and sequence.cached == sequence.preempted_at and decodes_next(sequence)):
             return self._chunk(plan, sequence, budget)
         plan.decodes.append(sequence)
         plan.positions.append(sequence.computed)

@@ -61,8 +61,8 @@ class Sequence:
         options: what policies go by, with `arrival`, an instant of the policy's clock.
         charged: its tenant has been charged for the prompt.
         resumed: tokens that it had when it was admitted last.
-        preempted_at: tokens that it had computed when it was preempted, while it waits to come back.
-        swapped: slots of the host's store that have its blocks meanwhile (`moejax.engine.scheduling.swap`).
+        preempted_at: tokens that it had computed when it was preempted last.
+        swapped: slots of the host's store that have its blocks since (`moejax.engine.scheduling.swap`).
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
         owner: whatever the engine wants to find again; the scheduler does not look at it.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moejax.core.config import StaticBatchingConfig
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler, decodes_next
 from moejax.engine.scheduling.sequence import Sequence
@@ -11,10 +12,15 @@ class StaticScheduler(Scheduler):
     """The baseline, as a padded generation loop does it: takes a batch, computes its prompts padded to the
     longest, decodes until its last sequence ends, and only then takes the next. Rows that have ended are
     computed as padding, experts included. Blocks for the whole of every sequence are set aside, so nothing is
-    preempted."""
+    preempted.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        starts: for whom a batch waits, and how long; by default it takes whoever is there.
+    """
+
+    def __init__(self, *args: Any, starts: StaticBatchingConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.starts = starts or StaticBatchingConfig()
         self._ended: list[Sequence] = []  # of this batch; they keep their blocks and slots until it is over
         self._batch_rows = 0
         self._reserved = 0
@@ -24,7 +30,7 @@ class StaticScheduler(Scheduler):
         self._tick()
         if not self.running:
             self._close_batch()
-            while sequence := self._admissible():
+            while not self._batch_wait_s() and (sequence := self._admissible()):
                 self._admit(sequence, plan)
         budget = self.max_num_batched_tokens
         for sequence in self.running:
@@ -39,6 +45,16 @@ class StaticScheduler(Scheduler):
                 self._pad(plan)
         self._fork(plan)
         return plan if plan.decodes or plan.chunks else None
+
+    def wait_s(self) -> float:
+        return super().wait_s() or self._batch_wait_s()
+
+    def _batch_wait_s(self) -> float:
+        """Returns seconds until the next batch starts; 0 where enough wait or the oldest has waited."""
+        enough = self.starts.batch_size or self.max_num_seqs
+        if self.running or not self.admits or not 0 < self.num_waiting < enough:
+            return 0.0
+        return max(0.0, min(s.arrival for s in self.waiting()) + self.starts.max_wait_s - self.policy.now)
 
     def _pad(self, plan: StepPlan) -> None:
         """Has every row that has ended compute its last stored token again."""

@@ -60,7 +60,8 @@ class SwapSpace:
         blocks = sequence.blocks[: -(-tokens // block_size)]
         if self.mode == "recompute" or not tokens or sequence.not_looked_up is not None:
             return
-        if self.mode == "auto" and self.recompute_s(tokens) <= self.swap_s(len(blocks)):
+        moves = -(-len(blocks) // MOVED_AT_A_TIME)
+        if self.mode == "auto" and self.recompute_s(tokens) <= moves * self.move_s:
             return
         if len(blocks) > self.num_slots - self._made + len(self._free):
             self.counts["swaps_without_room"] += 1
@@ -80,9 +81,8 @@ class SwapSpace:
         self.counts[kind] += max(0, sequence.preempted_at - found)
         if slots:
             sequence.computed = sequence.cached = max(found, sequence.preempted_at)
-        # What is still to be saved there is saved all the same: it is loaded in the same step.
-        self._free += slots
-        sequence.swapped, sequence.preempted_at = [], 0
+        self._free += slots  # what is still to be saved there is loaded in the same step
+        sequence.swapped = []
 
     def forget(self, sequence: Sequence) -> None:
         """Gives up what the store has of a sequence, if it has anything."""
@@ -102,10 +102,6 @@ class SwapSpace:
         decoding = statistics.median(self._decode_s) if self._decode_s else 0.0
         each = [max(0.0, seconds - decoding) / count for seconds, count in self._chunks]
         return tokens * statistics.median(each) if each else 0.0
-
-    def swap_s(self, blocks: int) -> float:
-        """Predicts the seconds that copying so many blocks out and in again takes."""
-        return -(-blocks // MOVED_AT_A_TIME) * self.move_s
 
     def check_integrity(self, waiting: Items[Sequence], block_size: int) -> None:
         """Checks that slots are conserved: free, or one sequence's that waits.

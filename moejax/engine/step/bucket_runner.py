@@ -34,6 +34,7 @@ class Rows(NamedTuple):
         rows, chunk_tokens: of each data-parallel group, padding not counted.
         record: whether somebody asked for expert counts.
         plan: what was asked for; its sequences have gone on since.
+        places: see `RoutingRecorder.places`.
     """
 
     logprobs: list[int | None] | None
@@ -42,9 +43,10 @@ class Rows(NamedTuple):
     chunk_tokens: list[int]
     record: bool
     plan: Plan
+    places: Sequence[list[np.ndarray]]
 
     @classmethod
-    def of(cls, plan: Plan, key: StepKey) -> "Rows":
+    def of(cls, plan: Plan, key: StepKey, capture: RoutingRecorder | None) -> "Rows":
         prompt: list[int | None] = []
         for chunk in plan.chunks if key.prompt_logprobs >= 0 else ():
             prompt += [chunk.sequence.params.prompt_logprobs] * chunk.scored
@@ -56,6 +58,7 @@ class Rows(NamedTuple):
             [part.chunk_tokens for part in plan.groups],
             any(s.record for s in plan.sequences),
             plan,
+            () if capture is None else capture.places(plan),
         )
 
 
@@ -141,7 +144,8 @@ class BucketRunner(ABC):
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
-        self.capture = RoutingRecorder(model) if config.capture_routing else None
+        remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
+        self.capture = RoutingRecorder(model, *remembered) if config.capture_routing else None
         self._far = jax.default_backend() != "cpu"  # there a host's copy costs more than it saves
         self.routing = RoutingRecord(model.num_layers, model.num_experts)
 
@@ -188,7 +192,17 @@ class BucketRunner(ABC):
         for array in output.captured if self._far else ():
             if isinstance(array, jax.Array):  # put together by the host where there are stages
                 array.copy_to_host_async()
-        self.capture.add(batch.plan, key.rows, *output.captured)
+        self.capture.add(batch.plan, key.rows, *output.captured, batch.places)
+
+    def save(self, plan: Plan) -> None:
+        """Copies blocks alone, see `moejax.engine.step.runner.Runner`."""
+        self._save(plan)
+        if self.capture is not None:
+            self.capture.add(plan, 0, None, None)
+
+    @abstractmethod
+    def _save(self, plan: Plan) -> None:
+        """Copies a plan's blocks to the host's store and waits."""
 
     def warmup(
         self,

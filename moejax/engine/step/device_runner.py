@@ -141,9 +141,9 @@ class DeviceRunner(BucketRunner):
         self.move(plan)
         self.copy_blocks(plan)
         key, buffer = self.builder.build(plan)
-        return Launched(key, Rows.of(plan, key), self._run(key, buffer))
+        return Launched(key, Rows.of(plan, key, self.capture), self._run(key, buffer))
 
-    def save(self, plan: Plan) -> None:
+    def _save(self, plan: Plan) -> None:
         self.move(plan)
         self.store.settle()
 
