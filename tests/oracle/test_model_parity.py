@@ -88,7 +88,8 @@ def test_greedy_tokens_while_dynamic_rope_grows(pair, name):
 def test_decode_one_by_one(pair, name):
     """Prefill of 7, then single tokens, gives the logits of transformers' whole forward pass.
 
-    Not for `dynamic`, nor past LongRoPE's length: there keys keep the angles of the length at which they were written.
+    Not for `dynamic`, nor past LongRoPE's length: there keys keep the angles of the length at which they were
+    written.
     """
     both = pair(name)
     tokens = hf.random_tokens(96, 2, 24, seed=3)
