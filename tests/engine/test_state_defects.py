@@ -13,7 +13,7 @@ from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
-from tests.engine.test_state_machine import Machine, Remembering, explore
+from tests.engine.test_state_machine import Machine, Remembering, Swapping, explore
 
 
 class SkipsCopies(Scheduler):
