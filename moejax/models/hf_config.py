@@ -225,8 +225,8 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         ),
     }  # fmt: skip
     for name in used[rope.kind]:
-        if getattr(rope, name) is not None:
-            out[name] = getattr(rope, name)
+        if (value := getattr(rope, name)) is not None:
+            out[name] = list(value) if isinstance(value, tuple) else value
     if rope.partial_rotary_factor != 1.0:
         out["partial_rotary_factor"] = rope.partial_rotary_factor
     return out

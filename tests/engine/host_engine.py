@@ -382,7 +382,9 @@ class HostEngine:
         self.events["swaps back that decode"] += len(back)
         assert all(s.preemptions and len(s.tokens) == s.computed for s in back)
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
-        assert limits.static or not plan.decodes or plan.chunk_tokens <= self.scheduler.most_prefill
+        # Not of who has just come back from the host's memory.
+        if not limits.static and any(s in before for s in decodes):
+            assert plan.chunk_tokens <= self.scheduler.most_prefill
         assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)
