@@ -345,7 +345,7 @@ def test_a_trace_with_hits_is_replayed(bare_llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_devices_find_what_one_computes(layout: str, place: Any) -> None:
     cache = {"prefix_cache": PrefixCacheConfig(enabled=True, place=place), "preemption": "swap"}
-    rounds = [mesh_prompts(5), [asked[:-1] + [7, 8] for asked in mesh_prompts(5)], mesh_prompts(5)]
+    rounds = [mesh_prompts(5), [[*asked[:-1], 7, 8] for asked in mesh_prompts(5)], mesh_prompts(5)]
     traces, found = [], []
     for engine, parallel in ((MESHED, None), (dataclasses.replace(MESHED, **cache), LAYOUTS[layout])):
         llm = LLM(MODEL, load_format="dummy", engine=engine, parallel=parallel and ParallelConfig(**parallel))
