@@ -107,8 +107,8 @@ class Match(NamedTuple):
         return sum(node.block is not None and not node.live for node in self.path)
 
     def in_place(self) -> "Match":
-        """Returns the first whole blocks alone, those that a table takes as they are."""
-        nodes = list(itertools.takewhile(self.takes, self.nodes))
+        """Returns the first whole blocks alone, those that are written and that a table takes as they are."""
+        nodes = list(itertools.takewhile(lambda node: self.takes(node) and not node.fresh, self.nodes))
         return Match(nodes, None, 0, sum(len(node.tokens) for node in nodes), self.shared)
 
     def whole(self) -> "Match":

@@ -282,7 +282,7 @@ def captured_rounds(llm: LLM) -> tuple[list[RequestOutput], RoutingCapture]:
     """Prompts that begin alike, some sampled twice, some found after others took their blocks."""
     outs = []
     for number, prompts in enumerate(ROUNDS):
-        twice = SamplingParams(max_tokens=9, temperature=0.7, seed=4, n=2, ignore_eos=True)
+        twice = dataclasses.replace(PARAMS, n=2)
         outs += llm.generate(
             prompts, [twice if number == 1 and i == 2 else PARAMS for i in range(len(prompts))]
         )

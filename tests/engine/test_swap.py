@@ -227,3 +227,22 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="does not go with several processes; use recompute"):
         llm.variant(swapping())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [None, "device"])
+def test_gpu_kernels_swap_their_pages(place: str | None):
+    """Pages of a prefix that another still has are shared again, the others come back from the host."""
+    engine = dataclasses.replace(SCARCE, kernels="pallas_triton", block_size=8, num_blocks=8)
+    make = dummy(small_config(head_dim=8))
+    plain, swaps = (
+        make(dataclasses.replace(engine, num_blocks=40)),
+        make(swapping("swap", engine, **remembering(place))),
+    )
+    rng = np.random.default_rng(3)
+    shared = rng.integers(2, 60, 16).tolist()
+    asked = [[*shared, *rng.integers(2, 60, n).tolist()] for n in (1, 3, 2, 5)]
+    params = dataclasses.replace(GREEDY, max_tokens=14)
+    got, want = ([o.outputs[0].token_ids for o in llm.generate(asked, params)] for llm in (swaps, plain))
+    assert got == want and swaps.stats()["swapped_tokens"] > 0
+    swaps.engine.scheduler.check_integrity()
