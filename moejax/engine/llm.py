@@ -31,6 +31,7 @@ from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
+from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
@@ -455,13 +456,18 @@ class LLM:
             return
         ends = set(self.eos_token_ids)
         steps = PlannedSteps(self.runner.builder, next(t for t in range(len(ends) + 1) if t not in ends))
+        # Its own policy keeps accounts and times of what is computed, and a quota would have the plan wait.
+        config = self.engine_config
+        free = dataclasses.replace(config.scheduling, tenants={}, admission="queue")
+        policy = make_policy(dataclasses.replace(config, scheduling=free))
+        resolved = dataclasses.replace(self._resolved, policy=policy)
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
                 whole = [dataclasses.replace(p, max_time_s=None) for p in params]
                 requests = self._request_builder(None).to_generate(prompts, whole, record=record_routing)
-                scheduler = make_scheduler(self._resolved, self.runner.cache)
-                Engine(scheduler, steps, overlap=self.engine_config.overlap).run(requests)
+                scheduler = make_scheduler(resolved, self.runner.cache)
+                Engine(scheduler, steps, overlap=config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)
             if self.engine.adaptive is not None:
                 asked = [p for _, params in batches for p in params]
