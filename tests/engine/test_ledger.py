@@ -174,7 +174,7 @@ def test_known_batches_are_compiled_ahead(llm: LLM) -> None:
     engine.compile_for(batches, record_routing=True)
     compiled = len(engine.ledger.entries)
     assert compiled >= 4 and not engine.routing.counts["decode"].any()
-    assert engine.engine.scheduler.policy.seconds_per_token is None  # no step has been computed
+    assert engine.engine.scheduler.policy.seconds_per_token == 0.0  # none has been computed
     engine.ledger.warmed_up = True
     for prompts, asked in batches:
         engine.routing.reset()
