@@ -433,6 +433,8 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
             longest prefix ("size"). Whatever it is, leaves go before what they continue.
         match: "tokens" finds the longest common prefix in a tree; "blocks", its plain twin, whole blocks by
             their hashes.
+        share: who finds a prefix: "all", or requests of the same "tenant" alone, so that no one can tell by
+            the time to the first token what another has asked.
         place: where a prefix waits that nobody uses: in blocks of the cache ("device"), or in the host's
             memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
             cache up to the highest block in use, and "device" elsewhere.
@@ -443,6 +445,7 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
     enabled: bool = False
     policy: Literal["lru", "lfu", "slru", "fifo", "size"] = "lru"
     match: Literal["tokens", "blocks"] = "tokens"
+    share: Literal["all", "tenant"] = "all"
     place: Literal["auto", "device", "host"] = "auto"
     host_memory_gb: PositiveNumber = 1.0
     max_age_s: PositiveNumber | None = None

@@ -22,7 +22,7 @@ from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
-from moejax.engine.requests.builder import SHARED, RequestBuilder
+from moejax.engine.requests.builder import RequestBuilder
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -380,8 +380,11 @@ class LLM:
             for swap in self.engine.scheduler.swaps:
                 swap.counts.clear()
 
-    def cache_prefix(self, prompt: Prompt) -> int:
+    def cache_prefix(self, prompt: Prompt, options: RequestOptions | None = None) -> int:
         """Computes a prompt and pins it: of all that the prefix cache remembers it is given up last.
+
+        Args:
+            options: whose tenant finds it with `engine.prefix_cache.share=tenant`.
 
         Returns:
             How many of its tokens are pinned, in every data-parallel group.
@@ -394,12 +397,12 @@ class LLM:
         if not caches:
             raise ConfigError("no prefix is cached; set engine.prefix_cache.enabled=true")
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        pinned = []
+        pinned, options = [], options or RequestOptions()
         with self.engine.lock:  # so that nothing is given up in between
             for group, prefixes in enumerate(caches):
-                request = self.builder.to_generate([prompt], params)[0]
+                request = self.builder.to_generate([prompt], params, options=options)[0]
                 self.engine.run([request], group)
-                pinned.append(prefixes.pin(SHARED, request.output.prompt_token_ids))
+                pinned.append(prefixes.pin(self.builder.identity(options), request.output.prompt_token_ids))
         return min(pinned)
 
     def clear_prefix_cache(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, QuantConfig, SamplingParams
+from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, QuantConfig, RequestOptions, SamplingParams
 from moejax.cache.pool import block_bytes
 from moejax.core.config import MoeConfig, PrefixCacheConfig, RopeConfig
 from moejax.core.errors import ConfigError
@@ -207,6 +207,16 @@ def test_a_pinned_prefix_outlives_the_others(place: str):
     llm.engine.scheduler.check_integrity()
     with pytest.raises(ConfigError, match=r"prefix_cache\.enabled"):
         dummy(small_config())(ENGINE).cache_prefix(pinned)
+
+
+def test_tenants_find_their_own_alone():
+    llm, prompt = dummy(small_config())(remembering(share="tenant")), list(range(2, 32))
+    one, other = RequestOptions(tenant="one"), RequestOptions(tenant="other")
+    assert llm.cache_prefix(prompt[:20], one) == 20
+    found = [llm.generate(prompt, GREEDY, options=who)[0].metrics.cached_tokens for who in (one, other, None)]
+    assert found == [20, 0, 0]
+    found = [llm.generate(prompt, GREEDY, options=who)[0].metrics.cached_tokens for who in (other, None)]
+    assert found == [29, 29]
 
 
 def test_what_was_not_used_for_long_is_not_found(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
@@ -25,9 +25,6 @@ from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.scheduler import end_reason
 from moejax.engine.scheduling.sequence import Bias, Sequence, State
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
-
-SHARED = ()
-"""Identity of what depends on its tokens alone, see `moejax.cache.prefix`."""
 
 
 class RequestBuilder:
@@ -54,6 +51,7 @@ class RequestBuilder:
         quant, drawn = resolved.quant, resolved.seed if resolved.source is None else None
         told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn))
         self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
+        self.by_tenant = resolved.prefix_cache.share == "tenant"
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -105,6 +103,7 @@ class RequestBuilder:
             request.attach(self._samples(ids, params, seed, max_tokens, record))
             for sequence in request.sequences:
                 sequence.options, sequence.arrival = option, arrival
+                sequence.identity = None if self.replay is not None else self.identity(option)
             requests.append(request)
         if self.replay is not None:
             self.replay.assign(requests)
@@ -115,6 +114,10 @@ class RequestBuilder:
         if self.limited or self.replay is not None:
             what = "what else is in its steps (limited capacity)" if self.limited else "a replayed trace"
             raise RequestError(f"interrupt and resume: here a request's tokens depend on {what}")
+
+    def identity(self, options: RequestOptions) -> Hashable:
+        """Returns what keys and values are shared by, besides tokens (`moejax.cache.prefix`)."""
+        return options.tenant if self.by_tenant else ()
 
     def resume(self, kept: Checkpoint, options: RequestOptions | None = None) -> RequestState:
         """Returns an interrupted request with the tokens that it has, not queued yet; see `LLM.resume`."""
@@ -216,7 +219,6 @@ class RequestBuilder:
                 prompt_logprobs=self.logprobs_size(None if n else params.prompt_logprobs),
                 biases=biases,
                 mode=mode,
-                identity=SHARED if self.replay is None else None,
                 not_looked_up=unasked,
             )
             for n in range(params.n)
