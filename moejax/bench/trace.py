@@ -122,21 +122,16 @@ def _table(lines: Sequence[tuple[str, str]], kind: str) -> list[TraceRow]:
         row = dict(zip(names, line.strip().split(","), strict=False))
         try:
             when = row[time]
-            at = (
-                datetime.fromisoformat(when).replace(tzinfo=UTC).timestamp()
-                if kind == "azure"
-                else float(when)
-            )
+            as_date = kind == "azure"
+            at = datetime.fromisoformat(when).replace(tzinfo=UTC).timestamp() if as_date else float(when)
             prompt, output = (int(row[name]) for name in lengths)
         except KeyError as error:
             raise ConfigError(f"{where}: no {error.args[0]}") from error
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if min(prompt, output) < 1 or not math.isfinite(at):
-            text = (
-                f"{prompt} tokens in, {output} out: a request that failed is not replayed; leave its row out"
-            )
-            raise ConfigError(f"{where}: {text}")
+            text = f"{prompt} tokens in, {output} out: a request that failed is not replayed"
+            raise ConfigError(f"{where}: {text}; leave its row out")
         rows.append(TraceRow(at, prompt_len=prompt, output_len=output))
     return rows
 

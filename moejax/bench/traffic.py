@@ -18,6 +18,7 @@ import numpy as np
 
 from moejax.bench.trace import MOONCAKE_BLOCK, TraceFormat, TraceRow, load_trace
 from moejax.bench.workload import SampledWorkload, Sizes, load_prompts, prompt_ids
+from moejax.cache.prefix import common_start
 from moejax.core.checked import Checked, Must, NonNegativeInt, NonNegativeNumber, PositiveInt, PositiveNumber
 from moejax.core.config import Batching
 from moejax.core.errors import ConfigError
@@ -463,15 +464,10 @@ def ideal_hit_rate(passes: Iterable[Iterable[tuple[Sequence[int], Sequence[int]]
             asked = list(prompt)
             place = bisect.bisect(earlier, asked)
             beside = earlier[max(0, place - 1) : place + 1]  # the most alike of a sorted list
-            found += max((_common(asked[:-1], other) for other in beside), default=0)
+            found += max((common_start(asked[:-1], other) for other in beside), default=0)
             total += len(asked)
             bisect.insort(earlier, [*asked, *output[:-1]])
     return found / total if total else None
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Counts the first tokens that are equal."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _draw(lengths: int | Lengths, seed: int, stream: int, count: int) -> list[int]:

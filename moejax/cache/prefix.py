@@ -144,11 +144,7 @@ class PrefixTree:
     """
 
     def __init__(
-        self,
-        config: PrefixCacheConfig,
-        block_size: int,
-        slots: int = 0,
-        shared: bool = True,
+        self, config: PrefixCacheConfig, block_size: int, slots: int = 0, shared: bool = True
     ) -> None:
         self.config, self.block_size, self.num_slots, self.shared = config, block_size, slots, shared
         self._rank = POLICIES[config.policy]
@@ -199,8 +195,7 @@ class PrefixTree:
             if child is None:
                 break
             if common < size:
-                ready = None if child.fresh else child
-                extra = common if ready else 0
+                ready, extra = (None, 0) if child.fresh else (child, common)
                 return Match(nodes, ready, extra, at + extra, self.shared)
             nodes.append(child)
             node, at = child, at + size
@@ -214,7 +209,7 @@ class PrefixTree:
             if self._too_old(child):
                 self._drop(child)
                 continue
-            common = _common(child.tokens, wanted)
+            common = common_start(child.tokens, wanted)
             if common > most:
                 best, most = child, common
         return best, most
@@ -548,7 +543,7 @@ def _below(nodes: Iterable[Node]) -> Iterator[Node]:
         todo += children
 
 
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def common_start(a: Sequence[int], b: Sequence[int]) -> int:
     """Counts the first tokens that are equal."""
     if a == b:
         return len(a)

@@ -124,13 +124,11 @@ class GroupScheduler:
                 raise AssertionError(f"{strange[0]!r} of group {strange[0].group} runs in group {number}")
 
     def _least(self, sequence: Sequence) -> int:
-        """Returns the group with the least to do."""
-        groups = range(len(self.groups))
-        return min(groups, key=lambda g: (self._load[g] - self._known(g, sequence), g))
-
-    def _known(self, group: int, sequence: Sequence) -> int:
-        """Counts tokens of a sequence that a group need not compute."""
-        return self.groups[group].match(sequence).tokens
+        """Returns the group with the least to do: what it knows of the sequence need not be computed."""
+        to_do = [
+            load - group.match(sequence).tokens for load, group in zip(self._load, self.groups, strict=True)
+        ]
+        return to_do.index(min(to_do))
 
     def _forget_ended(self, sequence: Sequence) -> None:
         if sequence.state is State.FINISHED:

@@ -250,9 +250,8 @@ class EarliestDeadline(Policy):
 
     def key(self, sequence: Sequence) -> tuple[Any, ...]:
         deadline = sequence.options.deadline_ms
-        return sequence.arrival + (
-            self.config.ageing_s if deadline is None else deadline / 1e3
-        ), sequence.order
+        due = self.config.ageing_s if deadline is None else deadline / 1e3
+        return sequence.arrival + due, sequence.order
 
     def displaces(self, waiting: Sequence, running: Sequence) -> bool:
         return self.key(waiting)[0] < self.key(running)[0]

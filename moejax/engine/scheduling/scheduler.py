@@ -202,15 +202,14 @@ class Scheduler:
 
     def stored_tokens(self) -> int:
         """Counts tokens whose keys and values the blocks hold or are about to; a shared one counts once."""
-        allocator = self.allocator
-        empty = 0.0
-        for s in self._holders():
-            if s.blocks:
-                # Sequences that share a last block leave the same places of it empty.
-                empty += (len(s.blocks) * allocator.block_size - s.computed) / allocator.refcount(
-                    s.blocks[-1]
-                )
-        return round(allocator.num_used * allocator.block_size - empty)
+        allocator, size = self.allocator, self.allocator.block_size
+        # Sequences that share a last block leave the same places of it empty.
+        empty = [
+            (len(s.blocks) * size - s.computed) / allocator.refcount(s.blocks[-1])
+            for s in self._holders()
+            if s.blocks
+        ]
+        return round(allocator.num_used * size - sum(empty))
 
     def forget_device_state(self) -> None:
         """Gives up, after a failed step, tokens that were not read, and has what runs computed anew."""

@@ -87,11 +87,9 @@ class StaticScheduler(Scheduler):
 
     def _admissible(self) -> Sequence | None:
         sequence = super()._admissible()
-        if sequence is None:
+        if sequence is None or self._reserved + self._least_blocks(sequence) > self.allocator.num_blocks:
             return None
-        return (
-            sequence if self._reserved + self._least_blocks(sequence) <= self.allocator.num_blocks else None
-        )
+        return sequence
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
         self._reserved += self._least_blocks(sequence)
