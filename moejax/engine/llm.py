@@ -100,6 +100,8 @@ class LLM:
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
         self.resolutions = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
+        if any(resolved.config.sliding_windows):
+            self.resolutions.append(resolved.window_cache)
         self.builder = self._request_builder(resolved.replay)
         self._submitted: dict[str, RequestState] = {}
 

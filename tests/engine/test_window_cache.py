@@ -147,7 +147,10 @@ def test_where_it_cannot_be(changes: dict[str, Any], message: str, llm: LLM) -> 
     asked = dataclasses.replace(SCARCE, window_cache="window", **changes)
     with pytest.raises(ConfigError, match=re.escape(f"engine.window_cache=window: {message}")):
         llm.variant(asked)
-    assert llm.variant(dataclasses.replace(asked, window_cache="auto")).runner.limits.window is None
+    full = llm.variant(dataclasses.replace(asked, window_cache="auto"))
+    assert full.runner.limits.window is None
+    (why,) = [item for item in full.resolutions if item.key == "engine.window_cache"]
+    assert why.value == "full" and message in why.reason
 
 
 def test_no_window_no_blocks() -> None:

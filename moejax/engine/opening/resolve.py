@@ -61,6 +61,7 @@ class ResolvedEngine:
         policy: who goes first.
         prefix_cache: as asked for, its place decided.
         window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
+        window_cache: why so many.
         max_model_len: tokens of the longest sequence, prompt and output together.
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
@@ -86,6 +87,7 @@ class ResolvedEngine:
     policy: Policy
     prefix_cache: PrefixCacheConfig
     window: int | None
+    window_cache: Resolution
     max_model_len: int
     microbatches: int
     replay: RoutingReplay | None
@@ -181,10 +183,6 @@ def resolve(
         why = "out of the steps' way" if remembered.place == "host" else "in blocks of the cache"
         why = why if engine.prefix_cache.place == "auto" else f"asked for; {why}"
         resolutions.append(Resolution("engine.prefix_cache.place", remembered.place, why))
-    if limits["window"] is not None:
-        kinds = config.cache_kinds(limits["window"])
-        why = f"{kinds.count('window')} of {len(kinds)} layers keep {limits['window']} tokens of a sequence"
-        resolutions.append(Resolution("engine.window_cache", "window", why))
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))
@@ -240,12 +238,12 @@ def _engine_limits(
         "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
         "replay": replay,
         "prefix_cache": _prefix_cache(engine, parallel, config, kernels),
-        "window": _window(engine, config, longest or positions),
+        **_window(engine, config, longest or positions),
     }
 
 
-def _window(engine: EngineConfig, config: ModelConfig, longest: int) -> int | None:
-    """Decides how many tokens layers with a sliding window keep; None: all.
+def _window(engine: EngineConfig, config: ModelConfig, longest: int) -> dict[str, Any]:
+    """Decides how many tokens layers with a sliding window keep.
 
     Raises:
         ConfigError: it was asked for, and there is no window, or all tokens are needed.
@@ -259,7 +257,12 @@ def _window(engine: EngineConfig, config: ModelConfig, longest: int) -> int | No
     reasons = [reason for reason, holds in refusals.items() if holds]
     if engine.window_cache == "window" and reasons:
         raise ConfigError(f"engine.window_cache=window: {reasons[0]}; use auto or full")
-    return None if engine.window_cache == "full" or reasons else max(windows)
+    if not windows or reasons or engine.window_cache == "full":
+        why = (reasons or ["asked for"])[0]
+        return {"window": None, "window_cache": Resolution("engine.window_cache", "full", why)}
+    kinds = config.cache_kinds(max(windows))
+    why = f"{kinds.count('window')} of {len(kinds)} layers keep {max(windows)} tokens of a sequence"
+    return {"window": max(windows), "window_cache": Resolution("engine.window_cache", "window", why)}
 
 
 def _prefix_cache(
