@@ -134,6 +134,24 @@ def test_rotation_keeps_length_and_relative_position(tiny_config):
     assert set(np.flatnonzero(np.asarray(at(unit, 1)).ravel())) == {3, 19}
 
 
+def test_longrope_changes_with_the_length(tiny_config):
+    """Divisors, and the factor on cos and sin, by whether a sequence is longer than the original length."""
+    half = 16
+    short, long = (tuple(np.linspace(1.0, last, half)) for last in (2.0, 8.0))
+    lengths = {"factor": 4.0, "original_max_position_embeddings": 16}
+    for scales, wanted in (({}, 2 * [math.sqrt(1 + math.log(4) / math.log(16))]),
+                           ({"short_mscale": 1.1, "long_mscale": 1.3}, [1.1, 1.3])):  # fmt: skip
+        config = with_rope(
+            tiny_config, kind="longrope", theta=1e4, short_factor=short, long_factor=long, **lengths, **scales
+        )
+        positions = jnp.array([[3], [3]], jnp.int32)
+        cos, sin = rope_tables(config, positions, jnp.array([16, 17], jnp.int32))
+        for row, (divisors, scale) in enumerate(zip((short, long), wanted, strict=True)):
+            angles = 3 * plain(1e4) / np.array(divisors)
+            np.testing.assert_allclose(cos[row, 0], scale * np.cos(angles), rtol=0, atol=1e-6)
+            np.testing.assert_allclose(sin[row, 0], scale * np.sin(angles), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "fields, named",
     [
