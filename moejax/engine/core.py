@@ -70,6 +70,8 @@ class Engine:
 
     Args:
         overlap: launch the next step before the last one's tokens are read.
+        clock: returns the seconds that all instants are of; a simulated runner has one of its own.
+        sleep: waits for so many of them.
 
     `on_step` is called after every step with its `StepRecord`; `agree` gives process 0's value in all
     processes; `retries` is how often a request of a failed step is computed again before it ends as failed;
@@ -77,9 +79,18 @@ class Engine:
     has limits follow the steps' time.
     """
 
-    def __init__(self, scheduler: Scheduling, runner: Runner, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduling,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.clock, self.sleep = clock, sleep
         self.overlap, self.retries = overlap, 0
         self.agree: Callable[[int], int] = lambda value: value
         self.compilations: Callable[[], int] = lambda: 0
@@ -96,7 +107,7 @@ class Engine:
         self._timed: list[tuple[int, RequestState]] = []  # when `max_time_s` ends, µs of process 0's clock
         self._turning = False
         self._aborted: list[tuple[RequestState, FinishReason]] = []  # during a turn
-        self._last_time = time.perf_counter()
+        self._last_time = self.clock()
 
     def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
         """Queues requests, all or none; in a data-parallel group if that is said.
@@ -273,11 +284,11 @@ class Engine:
         plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
             if not self._held and (wait := self.scheduler.wait_s()):
-                time.sleep(min(wait, _LONGEST_WAIT_S))
+                self.sleep(min(wait, _LONGEST_WAIT_S))
                 return True
             return ended
         if previous is None:
-            self._last_time = time.perf_counter()
+            self._last_time = self.clock()
         launched = error = None
         if plan is not None:
             try:
@@ -303,7 +314,7 @@ class Engine:
     def _end_late(self) -> bool:
         """Ends requests whose time is over, and tells whether there were any. By process 0's clock."""
         self._timed = [timed for timed in self._timed if not timed[1].finished]
-        now = self.agree(round(1e6 * time.perf_counter())) if self._timed else 0
+        now = self.agree(round(1e6 * self.clock())) if self._timed else 0
         late = [request for end, request in self._timed if end <= now]
         for request in late:
             self._end(request, "time")
@@ -313,7 +324,7 @@ class Engine:
         """Notes when a step is seen to have ended. The next one is launched before its tokens are read, and
         would else be in the time of every token but the last, which none follows."""
         if step is not None and step.ended is None and self.runner.ready(step.handle):
-            step.ended = time.perf_counter()
+            step.ended = self.clock()
 
     def _collect(self, step: InFlight) -> bool:
         """Waits for a step and delivers it; False if it failed."""
@@ -327,7 +338,7 @@ class Engine:
         return True
 
     def _launch(self, plan: Plan, waiting: int) -> InFlight:
-        scheduler, now, compiled = self.scheduler, time.perf_counter(), self.compilations()
+        scheduler, now, compiled = self.scheduler, self.clock(), self.compilations()
         for chunk in plan.chunks:
             if chunk.first and chunk.sequence.owner is not None:
                 metrics = chunk.sequence.owner[0].output.metrics
@@ -348,7 +359,7 @@ class Engine:
 
     def _deliver(self, step: InFlight, result: StepResult) -> None:
         """Brings a step's tokens to their requests."""
-        now = step.ended or time.perf_counter()
+        now = self.clock() if step.ended is None else step.ended
         plan, scheduler = step.plan, self.scheduler
         prompts = iter(result.prompt_logprobs or ())
         for chunk in plan.chunks if result.prompt_logprobs else ():

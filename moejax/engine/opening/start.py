@@ -1,17 +1,14 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from moejax.cache.allocator import BlockAllocator, WindowAllocator, window_blocks
+from moejax.cache.allocator import window_blocks
 from moejax.cache.pool import block_bytes
-from moejax.cache.prefix import make_prefixes
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -24,11 +21,10 @@ from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.routing.rebalance import automatic
 from moejax.engine.scheduling.adaptive import METHODS
-from moejax.engine.scheduling.groups import GroupScheduler
+from moejax.engine.scheduling.groups import GroupScheduler, scheduler_of
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
-from moejax.engine.scheduling.static import StaticScheduler
-from moejax.engine.scheduling.swap import MOVED_AT_A_TIME, SwapSpace
+from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
@@ -118,27 +114,18 @@ def make_runner(
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
-    config, remembered = resolved.engine, resolved.prefix_cache
-    (slots, swapped), shared = store_slots(resolved, cache), resolved.kernels != "xla"
-    kind: Callable[..., Scheduler] = Scheduler
-    if config.batching == "static":
-        kind = partial(StaticScheduler, starts=config.static_batching)
-    schedulers = [
-        kind(
-            BlockAllocator(
-                cache.num_blocks,
-                cache.block_size,
-                make_prefixes(remembered, cache.block_size, slots, shared) if remembered.enabled else None,
-            ),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            resolved.policy,
-            WindowAllocator(cache.window_blocks, cache.block_size, cache.window) if cache.window else None,
-            SwapSpace(config.preemption, slots, swapped),
-        )
-        for _ in range(resolved.places[0].groups)
-    ]
-    return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
+    slots, swapped = store_slots(resolved, cache)
+    return scheduler_of(
+        resolved.engine,
+        cache.num_blocks,
+        groups=resolved.places[0].groups,
+        policy=resolved.policy,
+        prefixes=resolved.prefix_cache,
+        slots=slots,
+        swapped=swapped,
+        shared=resolved.kernels != "xla",
+        window=(cache.window, cache.window_blocks) if cache.window else None,
+    )
 
 
 def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:

@@ -5,14 +5,18 @@ group that it was dealt to, the one with the fewest tokens still to compute, its
 not counted.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
-from moejax.cache.allocator import BlockAllocator
-from moejax.cache.prefix import PrefixTree
+from moejax.cache.allocator import BlockAllocator, WindowAllocator
+from moejax.cache.prefix import PrefixTree, make_prefixes
+from moejax.core.config import EngineConfig, PrefixCacheConfig
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
 
 
@@ -133,3 +137,44 @@ class GroupScheduler:
     def _forget_ended(self, sequence: Sequence) -> None:
         if sequence.state is State.FINISHED:
             self._load[sequence.group] -= self._counted.pop(id(sequence), 0)
+
+
+def scheduler_of(
+    config: EngineConfig,
+    num_blocks: int,
+    *,
+    groups: int,
+    policy: Policy,
+    prefixes: PrefixCacheConfig,
+    slots: int = 0,
+    swapped: int = 0,
+    shared: bool = True,
+    window: tuple[int, int] | None = None,
+) -> Scheduler | GroupScheduler:
+    """Returns a scheduler, or one for each of several data-parallel groups, each with as many blocks.
+
+    Args:
+        prefixes: what is remembered of prompts, with "auto" decided.
+        slots, swapped: blocks of the host's store for remembered prefixes and for preempted sequences.
+        shared: sequences may read the same block.
+        window: tokens and blocks of layers with a sliding window, where these have their own.
+    """
+    kind: Callable[..., Scheduler] = Scheduler
+    if config.batching == "static":
+        kind = partial(StaticScheduler, starts=config.static_batching)
+    schedulers = [
+        kind(
+            BlockAllocator(
+                num_blocks,
+                config.block_size,
+                make_prefixes(prefixes, config.block_size, slots, shared) if prefixes.enabled else None,
+            ),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            policy,
+            WindowAllocator(window[1], config.block_size, window[0]) if window else None,
+            SwapSpace(config.preemption, slots, swapped),
+        )
+        for _ in range(groups)
+    ]
+    return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)

@@ -309,8 +309,10 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(engine: EngineConfig, processes: int = 1) -> Policy:
-    """Returns the policy that a configuration asks for.
+def make_policy(
+    engine: EngineConfig, processes: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> Policy:
+    """Returns the policy that a configuration asks for; `clock` is the engine's.
 
     Raises:
         ConfigError: there is none of that name, or it does not go with the rest.
@@ -318,7 +320,7 @@ def make_policy(engine: EngineConfig, processes: int = 1) -> Policy:
     name, limits = engine.policy, engine.scheduling
     if name not in POLICIES:
         raise ConfigError(f"engine.policy: {unknown('policy', name, tuple(POLICIES))}")
-    policy = POLICIES[name](limits)
+    policy = POLICIES[name](limits, clock)
     if name == "lpm" and not engine.prefix_cache.enabled:
         raise ConfigError("engine.policy=lpm needs engine.prefix_cache.enabled=true")
     rates = [tenant for tenant, quota in limits.tenants.items() if quota.tokens_per_s is not None]
