@@ -18,6 +18,7 @@ from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.scaling.config import ScalingSection
+from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig, latency_cases
@@ -265,6 +266,24 @@ class ScalingConfig(ModelSections):
 
     scaling: ScalingSection = field(default_factory=ScalingSection)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass(frozen=True)
+class SimulateConfig(ModelSections):
+    """`python -m experiments.simulate`: its layouts are its own, so that it has no `parallel` section."""
+
+    workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    simulate: SimulateSection = field(default_factory=SimulateSection)
+    hardware: PricedHardware = field(default_factory=PricedHardware)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_capture("simulate")
+        if self.workload.iterations > 1 or self.workload.compare:
+            raise ConfigError(
+                "workload.iterations and workload.compare: a simulation has no noise to repeat for"
+            )
 
 
 @dataclass(frozen=True)

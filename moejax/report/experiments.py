@@ -86,6 +86,7 @@ EXPERIMENTS: Mapping[str, Report] = {
             "placement": "routing:placement_over_time_plot",
         },
     ),
+    "simulate": Report("simulate:print_simulate", {"simulate": "simulate:simulate_plot"}),
     "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),

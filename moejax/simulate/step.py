@@ -30,7 +30,8 @@ from moejax.simulate.routing import RoutingLaw
 _LAUNCHES, _EXPERT_LAUNCHES = 6, 2
 """Small operations of a layer between its products in a compiled step, and those of a router besides."""
 
-_OPS = ("gemm", "attention", "experts", "collective", "small", "host")
+OPERATIONS = ("gemm", "attention", "experts", "collective", "small", "host")
+"""Kinds of operations that a step's time is a sum of."""
 
 
 @dataclass(frozen=True)

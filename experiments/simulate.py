@@ -1,0 +1,22 @@
+"""An engine on GPUs that are not here, under a workload: latencies, throughput, and how wrong they may be.
+
+python -m experiments.simulate model=mixtral_8x7b 'simulate.layouts=[tp8,ep8]' 'simulate.rates=[2,8,32]'
+"""
+
+from experiments.launch.app import output_dir, run_experiment
+from experiments.launch.schema import SimulateConfig
+
+
+def main(config: SimulateConfig) -> None:
+    from moejax.bench.experiment_run import ExperimentRun
+    from moejax.bench.simulate.run import run_simulate
+
+    model = config.model
+    with ExperimentRun.open("simulate", config, output_dir()) as run:
+        run_simulate(
+            model.source, config.simulate, config.engine, config.workload, run, load_format=model.load_format
+        )
+
+
+if __name__ == "__main__":
+    run_experiment(main, "simulate", ahead=True)

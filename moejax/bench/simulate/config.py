@@ -1,0 +1,113 @@
+"""The configuration of `experiments.simulate`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from moejax.core.checked import Among, Checked, NonNegativeInt, OpenShare, PositiveInt, PositiveNumber
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import PRESETS, ParallelConfig
+from moejax.routing.generate import KINDS
+from moejax.routing.source import check_trace
+from moejax.simulate.kernels import WEIGHTS
+from moejax.simulate.routers import ROUTERS
+from moejax.simulate.routing import RoutingLaw
+
+STACKS = ("vllm", "sglang", "trtllm")
+LAWS = ("even", *KINDS, "power")
+
+
+def parse_layout(name: str) -> ParallelConfig:
+    """Returns a preset's layout, or one said by its degrees, such as "tp4", "pp2_ep4" or "data_ep8" (with
+    data-parallel attention); "nodes2" beside them spreads it over two machines.
+
+    Raises:
+        ConfigError: it is neither, or no layout.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    degrees: dict[str, Any] = {}
+    for word in name.split("_"):
+        match = re.fullmatch(r"(dp|pp|ep|tp|nodes)([1-9]\d*)", word)
+        if word == "data":
+            degrees["attention"] = "data"
+        elif match and match[1] not in degrees:
+            degrees[match[1]] = int(match[2])
+        else:
+            raise ConfigError(
+                f"simulate.layouts: {name!r} is neither a preset ({', '.join(PRESETS)}) nor degrees such as"
+                " tp4, pp2_ep4 or data_ep8_nodes2"
+            )
+    return ParallelConfig(**degrees)
+
+
+@dataclass(frozen=True)
+class RoutingSection(Checked, section="simulate.routing"):
+    """Which experts tokens visit.
+
+    Attributes:
+        kind: "even"; a law of `moejax.routing.generate`; or "power", the one of the measured tables.
+        exponent: of "zipf" and "power"; None: the law's own.
+        trace: a routing trace, or a run's folder with one, instead of a law.
+    """
+
+    kind: Annotated[str, Among(LAWS, "law")] = "zipf"
+    exponent: PositiveNumber | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exponent is not None and self.kind in ("even", "uniform"):
+            raise ConfigError(
+                f"simulate.routing.exponent={self.exponent:g} has no meaning for kind={self.kind}"
+            )
+        if self.trace is not None:
+            check_trace("simulate.routing.trace", self.trace)
+
+    @property
+    def law(self) -> RoutingLaw:
+        """Returns the law; a trace is opened by who knows the model."""
+        return RoutingLaw(self.kind, {} if self.exponent is None else {"exponent": self.exponent})
+
+
+@dataclass(frozen=True)
+class SimulateSection(Checked, section="simulate"):
+    """What is simulated.
+
+    Attributes:
+        mode: "run" serves the workload on each layout at each rate; "validate" holds the simulator against
+            what was measured; "calibrate" chooses its constants anew.
+        layouts: presets (`configs/parallel/`) or degrees, see `parse_layout`.
+        rates: requests/s of each layout's cases; none: the workload's own.
+        stack: whose kernels and host costs: "vllm", "sglang" or "trtllm".
+        weights: the experts' dtype by the tables' names, `dense` the other matrices'; `cache` of keys and
+            values.
+        routing: see `RoutingSection`.
+        laws: further laws whose effect on the first rate's TPOT is told.
+        replicas: engines behind the router, each on devices of its own.
+        router: who gets a request.
+        memory_share: of a device's memory that weights, cache and step may take.
+        interval: simulate everything at both ends of its 90 % interval, too.
+    """
+
+    mode: Literal["run", "validate", "calibrate"] = "run"
+    layouts: list[str] = field(default_factory=lambda: ["ep8", "tp8", "dp_attention_ep8"])
+    rates: list[PositiveNumber] = field(default_factory=list)
+    stack: Annotated[str, Among(STACKS, "stack")] = "vllm"
+    weights: Annotated[str, Among(WEIGHTS, "dtype")] = "bf16"
+    dense: Annotated[str, Among(WEIGHTS, "dtype")] = "bf16"
+    cache: Annotated[str, Among(("bf16", "fp8"), "dtype")] = "bf16"
+    routing: RoutingSection = field(default_factory=RoutingSection)
+    laws: list[Annotated[str, Among(LAWS, "law")]] = field(default_factory=list)
+    replicas: PositiveInt = 1
+    router: Annotated[str, Among(ROUTERS, "router")] = "least_loaded"
+    memory_share: OpenShare = 0.9
+    interval: bool = True
+    seed: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layouts:
+            raise ConfigError(f"simulate.layouts is empty: name presets ({', '.join(PRESETS)}) or degrees")
+        for name in self.layouts:
+            parse_layout(name)

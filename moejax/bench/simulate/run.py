@@ -1,0 +1,179 @@
+"""`run_simulate`: every layout at every rate, at the middle and both ends of its interval."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moejax.bench.backends.simulated import SimulatedBackend
+from moejax.bench.driver import TrafficRun, drive
+from moejax.bench.experiment_run import ExperimentRun
+from moejax.bench.simulate.config import SimulateSection, parse_layout
+from moejax.bench.simulate.replicas import Deployment, deploy
+from moejax.bench.throughput.modes import Mode
+from moejax.bench.throughput.rows import mode_rows
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_requests
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.hardware import KNOWN
+from moejax.engine.opening.resolve import find_model
+from moejax.report.progress import progress
+from moejax.results.result import Result
+from moejax.routing.source import open_trace
+from moejax.simulate.routing import RoutingLaw
+from moejax.simulate.step import OPERATIONS, Part, relative_spread
+from moejax.simulate.tables import SOURCES
+
+WITH_INTERVAL = (
+    "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
+    "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput", "request_goodput",
+)  # fmt: skip
+"""Metrics whose 90 % intervals are told."""
+
+
+def run_simulate(
+    source: Any,
+    section: SimulateSection,
+    engine: EngineConfig,
+    workload: ThroughputWorkload,
+    run: ExperimentRun,
+    *,
+    load_format: Any = "auto",
+) -> Result:
+    """Simulates a model on `run.hardware_kind` ("auto" is the A100) and finishes `run`; `cases` has a row per
+    layout and rate.
+
+    Raises:
+        ConfigError: an unknown model or device, or a request that is too long.
+    """
+    kind = "a100_80gb" if run.hardware_kind == "auto" else run.hardware_kind
+    _, model = find_model(source, load_format)
+    model = model.replace(dtype="bfloat16")
+    law = section.routing.law
+    if section.routing.trace is not None:
+        law = RoutingLaw(
+            "capture", capture=open_trace("simulate.routing.trace", section.routing.trace, model)
+        )
+    deployments, refused = [], {}
+    for name in section.layouts:
+        try:
+            deployments.append(deploy(name, model, parse_layout(name), engine, section, kind, law))
+        except ConfigError as error:
+            refused[name] = str(error)
+    if not deployments:
+        raise ConfigError(f"simulate.layouts: none can be simulated: {'; '.join(refused.values())}")
+    rates = section.rates or [workload.request_rate]
+    plans = {rate: _plan(workload, rate, model) for rate in rates}
+    longest = max(request.total_len for plan in plans.values() for request in plan)
+    if longest > (limit := engine.max_model_len or model.max_position_embeddings):
+        raise ConfigError(
+            f"the longest request has {longest} tokens, over the limit of {limit} (engine.max_model_len)"
+        )
+    run.start(seeds={"workload": workload.seed}, workload=workload.hash)
+    rows: list[dict[str, Any]] = []
+    with progress("simulating", total=len(deployments) * len(rates)) as task:
+        for deployment in deployments:
+            for rate in rates:
+                task.describe(f"simulating {deployment.name}, {rate:g} requests/s")
+                given = dataclasses.replace(workload, request_rate=rate)
+                rows.append({"case": len(rows), **_row(deployment, section, given, plans[rate])})
+                task.advance()
+    rows += [
+        {"case": len(rows) + i, "layout": name, "error": why} for i, (name, why) in enumerate(refused.items())
+    ]
+    laws = _laws(deployments, section, workload, rates[0], plans[rates[0]], kind)
+    sound = [row for row in rows if row["error"] is None]
+    best = max(sound, key=lambda row: row["request_goodput"] or row["output_throughput"] or 0.0)
+    result = run.result(
+        metrics={name: best.get(name) for name in (*WITH_INTERVAL, "tokens_per_s_per_device")}
+        | {"best_layout": best["layout"], "simulated": 1},
+        cases=rows,
+        hardware={**dataclasses.asdict(KNOWN[kind]), "simulated": True},
+        slo=dataclasses.asdict(workload.slo),
+        routing_laws=laws,
+        calibration=deployments[0].calibration.origin,
+    )
+    return run.finish(result, tables={"layouts": result["cases"]})
+
+
+def _plan(workload: ThroughputWorkload, rate: float, model: ModelConfig) -> list[PlannedRequest]:
+    return plan_requests(dataclasses.replace(workload, request_rate=rate), model.vocab_size)
+
+
+def _serve(
+    deployment: Deployment,
+    section: SimulateSection,
+    workload: ThroughputWorkload,
+    plan: Sequence[PlannedRequest],
+    scale: float = 1.0,
+) -> tuple[Mode, TrafficRun]:
+    """Returns the pass of a plan through replicas whose steps take `scale` times as long."""
+    backend = deployment.backend(section, scale)
+    mode = Mode(backend, plan, workload)
+    served = drive(
+        backend, plan, workload.sampling, workload=workload, clock=backend.clock, sleep=backend.sleep
+    )
+    served.require_completed(deployment.name)
+    mode.runs.append(served)
+    return mode, served
+
+
+def _row(
+    deployment: Deployment,
+    section: SimulateSection,
+    workload: ThroughputWorkload,
+    plan: Sequence[PlannedRequest],
+) -> dict[str, Any]:
+    """Returns a case's figures with their intervals, sources and assumptions."""
+    mode, _ = _serve(deployment, section, workload, plan)
+    (row,) = mode_rows([mode], workload)
+    backend = mode.backend
+    assert isinstance(backend, SimulatedBackend)
+    devices, parts = deployment.parallel.num_devices * section.replicas, backend.parts()
+    spread = relative_spread([Part(*key, s) for key, s in parts.items()], deployment.calibration.spreads)
+    shares = {key: seconds / sum(parts.values()) for key, seconds in parts.items()}
+    row |= {
+        "layout": deployment.name,
+        "error": None,
+        "num_devices": devices,
+        "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
+        "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * section.replicas,
+        "routing_law": str(deployment.step.routing),
+        "relative_spread": spread,
+        **{f"from_{name}": sum(v for (_, source), v in shares.items() if source == name) for name in SOURCES},
+        **{f"time_{name}": sum(v for (op, _), v in shares.items() if op == name) for name in OPERATIONS},
+    }
+    if section.interval:
+        ends = [
+            _metrics(deployment, section, workload, plan, scale) for scale in (1 / (1 + spread), 1 + spread)
+        ]
+        for name in WITH_INTERVAL:
+            values = [
+                value for value in (row.get(name), *(end.get(name) for end in ends)) if value is not None
+            ]
+            if values:
+                row |= {f"low_{name}": min(values), f"high_{name}": max(values)}
+    return row
+
+
+def _metrics(deployment: Deployment, section: SimulateSection, workload: ThroughputWorkload,
+             plan: Sequence[PlannedRequest], scale: float) -> Mapping[str, Any]:  # fmt: skip
+    return _serve(deployment, section, workload, plan, scale)[1].metrics(workload.slo)
+
+
+def _laws(
+    deployments: Sequence[Deployment],
+    section: SimulateSection,
+    workload: ThroughputWorkload,
+    rate: float,
+    plan: Sequence[PlannedRequest],
+    kind: str,
+) -> list[dict[str, Any]]:
+    """Returns each layout's TPOT and tokens/s at a rate under other laws of routing."""
+    given, rows = dataclasses.replace(workload, request_rate=rate), []
+    for law in section.laws:
+        for each in deployments:
+            step = dataclasses.replace(each.step, routing=RoutingLaw(law))
+            metrics = _metrics(dataclasses.replace(each, step=step), section, given, plan, 1.0)
+            names = ("median_tpot_ms", "median_ttft_ms", "output_throughput")
+            rows.append({"layout": each.name, "law": law, **{name: metrics[name] for name in names}})
+    return rows

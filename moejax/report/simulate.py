@@ -1,0 +1,144 @@
+"""Table and plot of `experiments.simulate`. No JAX here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from moejax.report.figure import log_scale, new_figure
+from moejax.report.style import nth_color, run_title
+from moejax.report.tables import Column, column_table, print_lines, share, three_digits
+from moejax.results.metrics import objectives
+
+Row = Mapping[str, Any]
+
+
+def _with_interval(title: str, name: str) -> Column:
+    """Returns a column of a metric with its 90 % interval behind it."""
+
+    def cell(row: Row) -> str | None:
+        if row.get(name) is None:
+            return None
+        text = three_digits(float(row[name]))
+        low, high = (row.get(f"{end}_{name}") for end in ("low", "high"))
+        return text if low is None else f"{text} [{three_digits(low)}, {three_digits(high)}]"
+
+    return Column(title, cell)
+
+
+_COLUMNS = (
+    Column("layout", "layout", left=True, once=True),
+    Column("GPUs", "num_devices"),
+    Column("req/s", "request_rate", cell=three_digits),
+    _with_interval("TTFT p50 ms", "median_ttft_ms"),
+    _with_interval("p99", "p99_ttft_ms"),
+    _with_interval("TPOT p50 ms", "median_tpot_ms"),
+    _with_interval("tok/s", "output_throughput"),
+    Column("good\nreq/s", "request_goodput", cell=three_digits),
+    Column("cache\n%", "cache_use_peak", cell=share),
+    Column("from\ntables %", lambda row: row["from_table"] + row["from_interpolated"], cell=share),
+)
+
+
+def print_simulate(result: Mapping[str, Any], console: Console) -> None:
+    """Prints a row per layout and rate, what it stands on, and what other routing would change."""
+    rows = _sound(result)
+    goal = objectives(result)
+    caption = "SIMULATED; [ ]: 90 % interval; from tables: share of simulated time from measured shapes"
+    title = f"simulated: {run_title(result)}" + (f" ({goal})" if goal else "")
+    console.print(column_table(title, _COLUMNS, rows, caption, section=lambda row: row["layout"]))
+    print_lines(console, simulate_lines(result))
+    print_lines(
+        console, [f"{row['layout']}: {row['error']}" for row in result["cases"] if row["error"]], "yellow"
+    )
+
+
+def simulate_lines(result: Mapping[str, Any]) -> list[str]:
+    """Returns lines: the assumed cache, where time goes, the routing law and others' effect, the verdict."""
+    lines, rows = [], _sound(result)
+    for name in dict.fromkeys(row["layout"] for row in rows):
+        first = next(row for row in rows if row["layout"] == name)
+        times = {key[5:]: value for key, value in first.items() if key.startswith("time_") and value >= 0.01}
+        parts = ", ".join(
+            f"{op} {value:.0%}" for op, value in sorted(times.items(), key=lambda item: -item[1])
+        )
+        lines.append(
+            f"{name}: {first['num_blocks']:,} cache blocks; time at {first['request_rate']:g} req/s: {parts}"
+        )
+    if rows:
+        lines.append(f"routing law {rows[0]['routing_law']}; host costs and spreads: {result['calibration']}")
+    laws = result.get("routing_laws") or []
+    for name in dict.fromkeys(row["layout"] for row in laws):
+        told = [f"{r['law']} {three_digits(r['median_tpot_ms'])}" for r in laws if r["layout"] == name]
+        lines.append(f"{name}: TPOT p50 under other laws, ms: {', '.join(told)}")
+    return [*lines, *verdict_lines(rows)]
+
+
+def verdict_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns for each rate the layout with the most good requests, or else tokens, a second; a winner only
+    where its interval is above the others'."""
+    lines = []
+    for rate in dict.fromkeys(row["request_rate"] for row in rows):
+        of_rate = [row for row in rows if row["request_rate"] == rate]
+        if len(of_rate) < 2:
+            continue
+        for metric, sign, word in (("request_goodput", 1, "good req/s"), ("median_tpot_ms", -1, "TPOT p50")):
+            known = [row for row in of_rate if row.get(metric) is not None]
+            best = max(known, key=lambda row: sign * row[metric], default=None)
+            if best is None:
+                continue
+            end, other = ("low", "high") if sign > 0 else ("high", "low")
+            clear = all(
+                sign * best.get(f"{end}_{metric}", best[metric])
+                > sign * row.get(f"{other}_{metric}", row[metric])
+                for row in known
+                if row is not best
+            )
+            if clear:
+                lines.append(f"{rate:g} req/s: {best['layout']} has the best {word}, intervals apart")
+                break
+        else:
+            lines.append(f"{rate:g} req/s: no layout is ahead by more than the intervals")
+    return lines
+
+
+def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
+    """Draws latencies and throughput over the rate with their intervals, and where time goes."""
+    rows = _sound(result)
+    if not rows:
+        return None
+    figure, axes = new_figure("Simulated, not measured: 90 % intervals", result, 11.0, 7.0, 2, 2)
+    names = list(dict.fromkeys(row["layout"] for row in rows))
+    series = (
+        ("median_ttft_ms", "TTFT p50 (ms)"),
+        ("median_tpot_ms", "TPOT p50 (ms)"),
+        ("output_throughput", "output tokens/s"),
+    )
+    for axis, (metric, label) in zip(axes, series, strict=False):
+        for index, name in enumerate(names):
+            mine = [row for row in rows if row["layout"] == name and row.get(metric) is not None]
+            rates = [row["request_rate"] for row in mine]
+            axis.plot(
+                rates, [row[metric] for row in mine], "o-", color=nth_color(index), label=name, markersize=4
+            )
+            low, high = ([row.get(f"{end}_{metric}", row[metric]) for row in mine] for end in ("low", "high"))
+            axis.fill_between(rates, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
+        axis.set_xlabel("requests/s asked")
+        axis.set_ylabel(label)
+        log_scale(axis.xaxis, [row["request_rate"] for row in rows if row["request_rate"] < float("inf")])
+        log_scale(axis.yaxis, [row.get(metric) for row in rows])
+    axes[0].legend(fontsize=8, frameon=False)
+    firsts = [next(row for row in rows if row["layout"] == name) for name in names]
+    bottom = [0.0] * len(firsts)
+    for index, key in enumerate(key for key in firsts[0] if key.startswith("time_")):
+        shares = [row[key] for row in firsts]
+        axes[3].bar(names, shares, bottom=bottom, color=nth_color(index), label=key[5:])
+        bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
+    axes[3].set_title(f"share of a replica's time at {firsts[0]['request_rate']:g} requests/s", fontsize=10)
+    axes[3].legend(fontsize=8, frameon=False, ncols=2)
+    return figure
+
+
+def _sound(result: Mapping[str, Any]) -> list[Row]:
+    return [row for row in result["cases"] if row["error"] is None]
