@@ -9,11 +9,12 @@ from experiments.launch.schema import SimulateConfig
 
 def main(config: SimulateConfig) -> None:
     from moejax.bench.experiment_run import ExperimentRun
+    from moejax.bench.simulate.plan import run_plan
     from moejax.bench.simulate.run import run_simulate
 
-    model = config.model
+    modes, model = {"run": run_simulate, "plan": run_plan}, config.model
     with ExperimentRun.open("simulate", config, output_dir()) as run:
-        run_simulate(
+        modes[config.simulate.mode](
             model.source, config.simulate, config.engine, config.workload, run, load_format=model.load_format
         )
 

@@ -67,6 +67,14 @@ _H100 = Hardware(
     "data sheet",
     50 * _GB,
 )
+
+
+def _pcie(
+    kind: str, rate: float, flops: dict[str, float], memory: float, source: str = "data sheet"
+) -> Hardware:
+    return Hardware(kind, rate * _GB, flops, memory * _GB, 64 * _GB, source, 12.5 * _GB)
+
+
 KNOWN: dict[str, Hardware] = {
     "a100_80gb": Hardware(
         "a100_80gb",
@@ -81,6 +89,39 @@ KNOWN: dict[str, Hardware] = {
     # The same chip with more and faster memory.
     "h200": replace(_H100, kind="h200", bandwidth=4800 * _GB, memory=141 * _GIB),
     "cpu": Hardware("cpu", None, {}, None, None, "measured"),
+    # Further kinds to simulate, from the makers' data sheets; of PCIe cards without NVLink what PCIe 4.0 x16
+    # carries, both directions. Of T10 there is no data sheet: a TU102 board's listing.
+    "l4": _pcie("l4", 300, {"bfloat16": 121e12, "int8": 242e12, "float8": 242e12}, 24),
+    "l40s": _pcie("l40s", 864, {"bfloat16": 362e12, "int8": 733e12, "float8": 733e12}, 48),
+    "t10": _pcie("t10", 320, {"float16": 65e12, "int8": 130e12}, 16, "board listing"),
+    "b200": Hardware(
+        "b200",
+        8000 * _GB,
+        {"bfloat16": 2250e12, "float16": 2250e12, "int8": 4500e12, "float8": 4500e12},
+        180 * _GB,
+        1800 * _GB,
+        "data sheet",
+        50 * _GB,
+    ),
+    "mi300x": Hardware(
+        "mi300x",
+        5300 * _GB,
+        {"bfloat16": 1307e12, "float16": 1307e12, "int8": 2615e12, "float8": 2615e12},
+        192 * _GB,
+        896 * _GB,
+        "data sheet",
+        50 * _GB,
+    ),
+    **{
+        kind: Hardware(
+            kind, rate * _GB, {"bfloat16": flops, "int8": codes}, memory * _GB, link * _GB, "data sheet"
+        )
+        for kind, rate, flops, codes, memory, link in (
+            ("tpu_v5e", 819, 197e12, 394e12, 16, 200),
+            ("tpu_v5p", 2765, 459e12, 918e12, 95, 600),
+            ("tpu_v6e", 1640, 918e12, 1836e12, 32, 448),
+        )
+    },
 }
 
 

@@ -86,7 +86,8 @@ EXPERIMENTS: Mapping[str, Report] = {
             "placement": "routing:placement_over_time_plot",
         },
     ),
-    "simulate": Report("simulate:print_simulate", {"simulate": "simulate:simulate_plot"}),
+    "simulate run": Report("simulate:print_simulate", {"simulate": "simulate:simulate_plot"}),
+    "simulate plan": Report("simulate:print_plan"),
     "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),
@@ -102,7 +103,8 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
     """
     experiment = str(result.get("experiment"))
     special = [kind for kind, key in (("ab", "variants"), ("ramp", "ramp")) if key in result]
-    mode = (result.get("config") or {}).get("mode")
+    config = result.get("config") or {}
+    mode = config.get("mode") or (config.get(experiment) or {}).get("mode")
     kinds = (*special, experiment, f"{experiment} {mode}")
     return next((EXPERIMENTS[kind] for kind in kinds if kind in EXPERIMENTS), None)
 

@@ -41,6 +41,37 @@ _COLUMNS = (
 )
 
 
+_PLAN = (
+    Column("device", "device_kind", left=True),
+    Column("layout", "layout", left=True),
+    Column("GPUs", "num_devices"),
+    Column("replicas", "replicas"),
+    Column("batch", "batch_size"),
+    Column(
+        "steady\ntok/s GPU", lambda row: row["steady_tokens_per_s"] * row["replicas"] / row["num_devices"]
+    ),
+    Column("asked\nreq/s", "request_rate", cell=three_digits),
+    _with_interval("TTFT p50 ms", "median_ttft_ms"),
+    _with_interval("TPOT p50 ms", "median_tpot_ms"),
+    Column("good\nreq/s", "request_goodput", cell=three_digits),
+    Column("tok/s\n/GPU", "tokens_per_s_per_device"),
+    Column("a million\ntokens", "cost_per_million_output_tokens"),
+)
+_MOST_PLANNED = 12
+
+
+def print_plan(result: Mapping[str, Any], console: Console) -> None:
+    """Prints the layouts that serve what is wanted, those first that were simulated under the workload."""
+    rows, wanted = result["cases"], result["config"]["simulate"]["plan"]["tokens_per_s"]
+    title = f"plan for {wanted:,.0f} output tokens/s: {run_title(result)} ({objectives(result)})"
+    caption = (
+        "SIMULATED; batch: of a replica; steady: of a steady state, which lines without req/s rest on alone"
+    )
+    console.print(column_table(title, _PLAN, rows[:_MOST_PLANNED], caption))
+    if len(rows) > _MOST_PLANNED:
+        print_lines(console, [f"{len(rows) - _MOST_PLANNED} further layouts: cases of result.json"])
+
+
 def print_simulate(result: Mapping[str, Any], console: Console) -> None:
     """Prints a row per layout and rate, what it stands on, and what other routing would change."""
     rows = _sound(result)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from moejax.core.checked import Among, Checked, NonNegativeInt, OpenShare, PositiveInt, PositiveNumber
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, unknown
+from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.routing.generate import KINDS
 from moejax.routing.source import check_trace
@@ -71,12 +72,38 @@ class RoutingSection(Checked, section="simulate.routing"):
 
 
 @dataclass(frozen=True)
+class PlanSection(Checked, section="simulate.plan"):
+    """What a deployment is wanted for, within the objectives of `workload.slo`.
+
+    Attributes:
+        tokens_per_s: output tokens a second of all replicas together.
+        devices: device kinds that may be used → price of one an hour, None where it is not known; none: the
+            kind and the price of `hardware`.
+        most_devices: of one replica, on nodes of eight.
+        simulated: of the layouts that a steady state promises most so many are simulated under the workload.
+    """
+
+    tokens_per_s: PositiveNumber = 10_000.0
+    devices: dict[str, float | None] = field(default_factory=dict)
+    most_devices: PositiveInt = 8
+    simulated: PositiveInt = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in self.devices:
+            if kind not in KNOWN or KNOWN[kind].bandwidth is None:
+                known = [name for name, device in KNOWN.items() if device.bandwidth is not None]
+                raise ConfigError(f"simulate.plan.devices: {unknown('device', kind, known)}")
+
+
+@dataclass(frozen=True)
 class SimulateSection(Checked, section="simulate"):
     """What is simulated.
 
     Attributes:
-        mode: "run" serves the workload on each layout at each rate; "validate" holds the simulator against
-            what was measured; "calibrate" chooses its constants anew.
+        mode: "run" serves the workload on each layout at each rate; "plan" looks for layout, batch and
+            devices; "validate" holds the simulator against what was measured; "calibrate" chooses its
+            constants anew.
         layouts: presets (`configs/parallel/`) or degrees, see `parse_layout`.
         rates: requests/s of each layout's cases; none: the workload's own.
         stack: whose kernels and host costs: "vllm", "sglang" or "trtllm".
@@ -88,9 +115,11 @@ class SimulateSection(Checked, section="simulate"):
         router: who gets a request.
         memory_share: of a device's memory that weights, cache and step may take.
         interval: simulate everything at both ends of its 90 % interval, too.
+        plan: see `PlanSection`.
+        seed: of the laws' draws.
     """
 
-    mode: Literal["run", "validate", "calibrate"] = "run"
+    mode: Literal["run", "plan", "validate", "calibrate"] = "run"
     layouts: list[str] = field(default_factory=lambda: ["ep8", "tp8", "dp_attention_ep8"])
     rates: list[PositiveNumber] = field(default_factory=list)
     stack: Annotated[str, Among(STACKS, "stack")] = "vllm"
@@ -103,6 +132,7 @@ class SimulateSection(Checked, section="simulate"):
     router: Annotated[str, Among(ROUTERS, "router")] = "least_loaded"
     memory_share: OpenShare = 0.9
     interval: bool = True
+    plan: PlanSection = field(default_factory=PlanSection)
     seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:

@@ -107,8 +107,9 @@ def device_room(
 
     def held(blocks: int) -> StageMemory:
         stages = split_layers(model, parallel.pp, parallel.stage_layers)
-        sizes = {"num_blocks": blocks, "block_size": engine.block_size}
-        return largest(device_memory(model, parallel, specs(Decoder(model)), **sizes, stages=stages))
+        size, declared = engine.block_size, specs(Decoder(model))
+        of = device_memory(model, parallel, declared, num_blocks=blocks, block_size=size, stages=stages)
+        return largest(of)
 
     one, two = held(1), held(2)
     block = (two.cache - one.cache) * WEIGHTS[kernels.cache] / 2
@@ -116,7 +117,7 @@ def device_room(
     weights = one.expert_weights * WEIGHTS[kernels.weights] / itemsize
     weights += one.other_weights * WEIGHTS[kernels.dense] / itemsize
     width = max(model.hidden_size * 4, 3 * model.num_experts_per_tok * model.moe_intermediate_size)
-    step = engine.max_num_batched_tokens * width * itemsize
+    step = 1.0 * engine.max_num_batched_tokens * width * itemsize
     step += 4.0 * engine.max_num_seqs * parallel.padded_vocab(model.vocab_size)
     longest = engine.max_model_len or model.max_position_embeddings
     needed = math.ceil(longest / engine.block_size)

@@ -45,9 +45,8 @@ def run_simulate(
     Raises:
         ConfigError: an unknown model or device, or a request that is too long.
     """
-    kind = "a100_80gb" if run.hardware_kind == "auto" else run.hardware_kind
-    _, model = find_model(source, load_format)
-    model = model.replace(dtype="bfloat16")
+    kind = simulated_kind(run)
+    model = simulated_model(source, load_format)
     law = section.routing.law
     if section.routing.trace is not None:
         law = RoutingLaw(
@@ -68,14 +67,14 @@ def run_simulate(
         raise ConfigError(
             f"the longest request has {longest} tokens, over the limit of {limit} (engine.max_model_len)"
         )
-    run.start(seeds={"workload": workload.seed}, workload=workload.hash)
+    start_simulated(run, workload, kind)
     rows: list[dict[str, Any]] = []
     with progress("simulating", total=len(deployments) * len(rates)) as task:
         for deployment in deployments:
             for rate in rates:
                 task.describe(f"simulating {deployment.name}, {rate:g} requests/s")
                 given = dataclasses.replace(workload, request_rate=rate)
-                rows.append({"case": len(rows), **_row(deployment, section, given, plans[rate])})
+                rows.append({"case": len(rows), **simulated_row(deployment, section, given, plans[rate])})
                 task.advance()
     rows += [
         {"case": len(rows) + i, "layout": name, "error": why} for i, (name, why) in enumerate(refused.items())
@@ -93,6 +92,27 @@ def run_simulate(
         calibration=deployments[0].calibration.origin,
     )
     return run.finish(result, tables={"layouts": result["cases"]})
+
+
+def simulated_kind(run: ExperimentRun) -> str:
+    """Returns the device kind that a run asks for; "auto" is the A100."""
+    return "a100_80gb" if run.hardware_kind == "auto" else run.hardware_kind
+
+
+def simulated_model(source: Any, load_format: Any) -> ModelConfig:
+    """Returns a model's configuration in bfloat16, in which tables were measured.
+
+    Raises:
+        ConfigError: an unknown model.
+    """
+    return find_model(source, load_format)[1].replace(dtype="bfloat16")
+
+
+def start_simulated(run: ExperimentRun, workload: ThroughputWorkload, device: str) -> None:
+    """Records the provenance, with the simulated device for this machine's, and starts the tracker."""
+    run.record(seeds={"workload": workload.seed}, workload=workload.hash)
+    run.provenance["device"] = {"platform": "simulated", "kind": f"{device}, simulated", "count": 1}
+    run.track()
 
 
 def _plan(workload: ThroughputWorkload, rate: float, model: ModelConfig) -> list[PlannedRequest]:
@@ -117,13 +137,13 @@ def _serve(
     return mode, served
 
 
-def _row(
+def simulated_row(
     deployment: Deployment,
     section: SimulateSection,
     workload: ThroughputWorkload,
     plan: Sequence[PlannedRequest],
 ) -> dict[str, Any]:
-    """Returns a case's figures with their intervals, sources and assumptions."""
+    """Returns the figures of a deployment under a workload with their intervals, sources and assumptions."""
     mode, _ = _serve(deployment, section, workload, plan)
     (row,) = mode_rows([mode], workload)
     backend = mode.backend

@@ -188,12 +188,17 @@ def conditions(run: Run) -> list[str]:
 def incomparable(
     runs: Sequence[Run], one: int, other: int, differences: Sequence[Difference]
 ) -> dict[str, str]:
-    """Kind → why two runs cannot be compared: another model, workload or device. Empty where they can."""
+    """Kind → why two runs cannot be compared: another model, workload or device, or a simulation beside what
+    was measured. Empty where they can."""
     apart = between(differences, one, other)
+    simulated = [bool((runs[i].result.get("hardware") or {}).get("simulated")) for i in (one, other)]
     reasons = {
         "model": _other_model([d for d in apart if d.kind == "model"], one, other),
         "workload": _other_workload(runs, apart, one, other),
         "device": _other_device(runs, apart, one, other),
+        "simulation": "one of them is simulated, the other measured"
+        if simulated[0] != simulated[1]
+        else None,
     }
     return {kind: reason for kind, reason in reasons.items() if reason}
 

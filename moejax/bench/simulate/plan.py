@@ -1,0 +1,179 @@
+"""Which layout, how many devices and what batch serve so many tokens a second within the objectives.
+
+Every layout of up to `most_devices` of each kind is looked at in a steady state, in which each of B sequences
+decodes a token a step and prompts come as fast as outputs end:
+
+    seconds a token = t(B decodes) + B · t(prompt) / output length          (a sequence waits for both)
+
+The largest B within the memory and the TPOT objective gives a replica's tokens/s. Those that promise most for
+a device, or for the money, are then simulated under the workload at the rate that they promise.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moejax.bench.experiment_run import ExperimentRun
+from moejax.bench.simulate.config import PlanSection, SimulateSection
+from moejax.bench.simulate.replicas import Deployment, deploy
+from moejax.bench.simulate.run import simulated_kind, simulated_model, simulated_row, start_simulated
+from moejax.bench.traffic import ThroughputWorkload, plan_requests
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.report.progress import progress
+from moejax.results.result import Result
+from moejax.simulate.step import GroupWork
+
+NODE = 8
+_UTILISED = 0.9
+"""Share of the steady state's rate that is asked for: arrivals are not even."""
+
+
+def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
+    """Yields the layouts that suit a model on up to so many devices, by powers of two: expert, tensor and
+    pipeline parallelism, with attention split by heads or by requests."""
+    sizes = [1 << power for power in range(most.bit_length())]
+    for pp, ep, tp in itertools.product(sizes, repeat=3):
+        devices = pp * ep * tp
+        for attention in ("tensor", "data") if ep > 1 else ("tensor",):
+            nodes = max(1, devices // NODE)
+            if devices > most or (ep > 1 and not any(model.moe_layers)):
+                continue
+            try:
+                parallel = ParallelConfig(pp=pp, ep=ep, tp=tp, nodes=nodes, attention=attention)
+                check_parallel(parallel, model, devices)
+            except ConfigError:
+                continue
+            degrees = [f"{name}{n}" for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n > 1]
+            degrees += ["data"] * (attention == "data") + [f"nodes{nodes}"] * (nodes > 1)
+            yield "_".join(degrees) or "single", parallel
+
+
+def steady_state(
+    deployment: Deployment, prompt_len: float, output_len: float, tpot_s: float
+) -> dict[str, Any]:
+    """Returns the largest batch of a replica within its memory and a time per output token, with its rate.
+
+    `batch_size` is 0 where even one sequence is too slow.
+    """
+    engine, groups = deployment.engine, deployment.parallel.data_groups
+    each = math.ceil((prompt_len + output_len) / engine.block_size)
+    fits = min(engine.max_num_seqs, deployment.room.blocks // each)
+    context, prompt = prompt_len + output_len / 2, round(prompt_len)
+    idle = [GroupWork(0, 0, (), 0)] * (groups - 1)
+    prefill = deployment.step.of([GroupWork(0, 0, ((prompt, prompt),), 1), *idle]).seconds
+
+    def token_s(batch: int) -> float:
+        decode = deployment.step.of([GroupWork(batch, round(batch * context), (), batch)] * groups).seconds
+        return decode + batch * prefill / output_len
+
+    low, high = 0, fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if token_s(middle) <= tpot_s else (low, middle - 1)
+    rate = groups * low / token_s(low) if low else 0.0
+    devices = deployment.parallel.num_devices
+    return {
+        "batch_size": low * groups,
+        "steady_tokens_per_s_per_device": rate / devices,
+        "steady_tpot_ms": 1e3 * token_s(max(low, 1)),
+        "steady_tokens_per_s": rate,
+    }
+
+
+def plan_rows(
+    model: ModelConfig,
+    engine: EngineConfig,
+    section: SimulateSection,
+    workload: ThroughputWorkload,
+    devices: Mapping[str, float | None],
+) -> list[dict[str, Any]]:
+    """Returns a row per layout and device kind that fits, the best first: those that were simulated, then the
+    others by what their steady state promises.
+
+    Raises:
+        ConfigError: the workload has no TPOT objective, or nothing fits.
+    """
+    if workload.slo.tpot_ms is None:
+        raise ConfigError(
+            "simulate.mode=plan needs workload.slo.tpot_ms: without it any batch is good enough"
+        )
+    sample = plan_requests(dataclasses.replace(workload, request_rate=math.inf), model.vocab_size)
+    prompt_len = sum(request.prompt_len for request in sample) / len(sample)
+    output_len = sum(request.output_len for request in sample) / len(sample)
+    rows: list[dict[str, Any]] = []
+    found: dict[tuple[str, str], Deployment] = {}
+    plan, refused = section.plan, ""
+    for kind, price in devices.items():
+        for name, parallel in layouts(model, plan.most_devices):
+            try:
+                one = deploy(name, model, parallel, engine, section, kind, section.routing.law)
+            except ConfigError as error:
+                refused = str(error)
+                continue
+            steady = steady_state(one, prompt_len, output_len, workload.slo.tpot_ms / 1e3)
+            if steady["batch_size"]:
+                found[kind, name] = one
+                rows.append({"device_kind": kind, **_sized(name, one, steady, plan, price)})
+    if not rows:
+        raise ConfigError(
+            f"simulate.plan: no layout serves this within {workload.slo.tpot_ms:g} ms a token; {refused}"
+        )
+    rows.sort(key=lambda row: _rank(row, "steady_tokens_per_s"))
+    with progress("simulating the best layouts", total=min(plan.simulated, len(rows))) as task:
+        for row in rows[: plan.simulated]:
+            task.describe(f"simulating {row['layout']} on {row['device_kind']}")
+            one = found[row["device_kind"], row["layout"]]
+            rate = _UTILISED * row["steady_tokens_per_s"] / output_len
+            given = dataclasses.replace(workload, request_rate=rate)
+            simulated = simulated_row(one, section, given, plan_requests(given, model.vocab_size))
+            row |= simulated | _sized(row["layout"], one, simulated, plan, devices[row["device_kind"]])
+            task.advance()
+    done = [row for row in rows if "request_rate" in row]
+    return [*sorted(done, key=lambda row: _rank(row, "output_throughput")), *rows[len(done) :]]
+
+
+def _sized(
+    name: str, one: Deployment, of: dict[str, Any], plan: PlanSection, price: float | None
+) -> dict[str, Any]:
+    """Returns replicas, devices and price for the tokens/s that are wanted, by a replica's rate in `of`."""
+    rate = of.get("output_throughput") or of["steady_tokens_per_s"]
+    devices = one.parallel.num_devices
+    replicas = math.ceil(plan.tokens_per_s / rate)
+    cost = None if price is None else price * devices / rate / 3600 * 1e6
+    sizes = {"replicas": replicas, "num_devices": devices * replicas, "cost_per_million_output_tokens": cost}
+    return {"layout": name, "error": None, **of, **sizes, "tokens_per_s_per_device": rate / devices}
+
+
+def _rank(row: dict[str, Any], rate: str) -> tuple[float, ...]:
+    cost = row["cost_per_million_output_tokens"]
+    return (math.inf if cost is None else cost, -(row[rate] or 0.0) / (row["num_devices"] / row["replicas"]))
+
+
+def run_plan(
+    source: Any,
+    section: SimulateSection,
+    engine: EngineConfig,
+    workload: ThroughputWorkload,
+    run: ExperimentRun,
+    *,
+    load_format: Any = "auto",
+) -> Result:
+    """Plans a deployment and finishes `run`; `cases` are `plan_rows`. Errors are theirs."""
+    model, price = simulated_model(source, load_format), run.price.per_hour if run.price else None
+    devices = section.plan.devices or {simulated_kind(run): price}
+    start_simulated(run, workload, "/".join(devices))
+    rows = plan_rows(model, engine, section, workload, devices)
+    best = rows[0]
+    names = ("num_devices", "replicas", "batch_size", "output_throughput", "median_ttft_ms", "median_tpot_ms",
+             "cost_per_million_output_tokens")  # fmt: skip
+    result = run.result(
+        metrics={name: best.get(name) for name in names} | {"best_layout": best["layout"]},
+        cases=[{"case": number, **row} for number, row in enumerate(rows)],
+        hardware={"kind": best["device_kind"], "simulated": True},
+        slo=dataclasses.asdict(workload.slo),
+    )
+    return run.finish(result, tables={"layouts": result["cases"]})
