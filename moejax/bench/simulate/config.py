@@ -86,7 +86,7 @@ class PlanSection(Checked, section="simulate.plan"):
     tokens_per_s: PositiveNumber = 10_000.0
     devices: dict[str, float | None] = field(default_factory=dict)
     most_devices: PositiveInt = 8
-    simulated: PositiveInt = 4
+    simulated: PositiveInt = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

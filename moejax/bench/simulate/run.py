@@ -84,7 +84,7 @@ def run_simulate(
     best = max(sound, key=lambda row: row["request_goodput"] or row["output_throughput"] or 0.0)
     result = run.result(
         metrics={name: best.get(name) for name in (*WITH_INTERVAL, "tokens_per_s_per_device")}
-        | {"best_layout": best["layout"], "simulated": 1},
+        | {"best_layout": best["layout"]},
         cases=rows,
         hardware={**dataclasses.asdict(KNOWN[kind]), "simulated": True},
         slo=dataclasses.asdict(workload.slo),
@@ -171,7 +171,7 @@ def simulated_row(
                 value for value in (row.get(name), *(end.get(name) for end in ends)) if value is not None
             ]
             if values:
-                row |= {f"low_{name}": min(values), f"high_{name}": max(values)}
+                row |= {f"{name}_low": min(values), f"{name}_high": max(values)}
     return row
 
 
