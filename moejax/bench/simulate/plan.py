@@ -29,8 +29,8 @@ from moejax.simulate.step import GroupWork
 
 NODE = 8
 _UTILISED, _KEPT, _ATTEMPTS, _TIMES = 0.9, 0.95, 6, 3
-"""Share of the steady state's rate that is asked for at first, as arrivals are not even; share of requests that
-must keep to the objectives; rates that are tried; a simulation's length, in times that a request may take."""
+"""Share of the steady state's rate that is asked for at first, as arrivals are not even; share of the requests
+that must keep to the objectives; rates that are tried; a simulation's length, in times that a request may take."""
 
 
 def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
