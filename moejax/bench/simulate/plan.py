@@ -28,9 +28,12 @@ from moejax.results.result import Result
 from moejax.simulate.step import GroupWork
 
 NODE = 8
-_UTILISED, _KEPT, _ATTEMPTS, _TIMES = 0.9, 0.95, 6, 3
-"""Share of the steady state's rate that is asked for at first, as arrivals are not even; share of the requests
-that must keep to the objectives; rates that are tried; a simulation's length, in times that a request may take."""
+_UTILISED = 0.9
+"""Share of the steady state's rate that is asked for at first, as arrivals are not even."""
+_KEPT, _ATTEMPTS = 0.95, 6
+"""Share of the requests that must keep to the objectives, and rates that are tried."""
+_TIMES = 3
+"""A simulation's length, in times that a request may take."""
 
 
 def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
