@@ -36,6 +36,7 @@ class Liveness:
         self.index, self.count, self._peers = index, count, peers
         self._failing = threading.Event()  # this process ends on an error of its own
         self._said = threading.Lock()  # taken once, by the thread that ends this process
+        self._causes: list[tuple[int, int]] = []  # others end because of the first
         self._threads = [threading.Thread(target=self._watch, args=(peer,), daemon=True) for peer in peers]
         for thread in self._threads:
             thread.start()
@@ -69,6 +70,8 @@ class Liveness:
                     break
         if code == 0:  # the connection's end after a farewell
             return
+        self._causes.append((process, code))
+        process, code = self._causes[0]
         if self.index == 0:
             self._tell(process, code)
         if self._failing.wait(GRACE_SECONDS if code > 0 else 0.0) or not self._said.acquire(blocking=False):
