@@ -21,7 +21,7 @@ def _with_interval(title: str, name: str) -> Column:
         if row.get(name) is None:
             return None
         text = three_digits(float(row[name]))
-        low, high = (row.get(f"{end}_{name}") for end in ("low", "high"))
+        low, high = (row.get(f"{name}_{end}") for end in ("low", "high"))
         return text if low is None else f"{text} [{three_digits(low)}, {three_digits(high)}]"
 
     return Column(title, cell)
@@ -57,7 +57,7 @@ _PLAN = (
     Column("tok/s\n/GPU", "tokens_per_s_per_device"),
     Column("a million\ntokens", "cost_per_million_output_tokens"),
 )
-_MOST_PLANNED = 12
+_MOST_PLANNED, _MOST_BOUND = 12, 0.6
 
 
 def print_plan(result: Mapping[str, Any], console: Console) -> None:
@@ -97,6 +97,9 @@ def simulate_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{name}: {first['num_blocks']:,} cache blocks; time at {first['request_rate']:g} req/s: {parts}"
         )
+    bare = [row["layout"] for row in rows if row["from_roofline"] > _MOST_BOUND]
+    if bare:
+        lines.append(f"{', '.join(dict.fromkeys(bare))}: mostly a bound over an efficiency, no estimate")
     if rows:
         lines.append(f"routing law {rows[0]['routing_law']}; host costs and spreads: {result['calibration']}")
     laws = result.get("routing_laws") or []
@@ -121,8 +124,8 @@ def verdict_lines(rows: Sequence[Row]) -> list[str]:
                 continue
             end, other = ("low", "high") if sign > 0 else ("high", "low")
             clear = all(
-                sign * best.get(f"{end}_{metric}", best[metric])
-                > sign * row.get(f"{other}_{metric}", row[metric])
+                sign * best.get(f"{metric}_{end}", best[metric])
+                > sign * row.get(f"{metric}_{other}", row[metric])
                 for row in known
                 if row is not best
             )
@@ -153,7 +156,7 @@ def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
             axis.plot(
                 rates, [row[metric] for row in mine], "o-", color=nth_color(index), label=name, markersize=4
             )
-            low, high = ([row.get(f"{end}_{metric}", row[metric]) for row in mine] for end in ("low", "high"))
+            low, high = ([row.get(f"{metric}_{end}", row[metric]) for row in mine] for end in ("low", "high"))
             axis.fill_between(rates, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
         axis.set_xlabel("requests/s asked")
         axis.set_ylabel(label)

@@ -116,7 +116,7 @@ class Kernels:
     def __post_init__(self) -> None:
         if self.kind not in KNOWN or KNOWN[self.kind].bandwidth is None:
             known = [kind for kind, device in KNOWN.items() if device.bandwidth is not None]
-            raise ConfigError(f"simulate.device: {unknown('device', self.kind, known)}")
+            raise ConfigError(f"hardware.kind: {unknown('device', self.kind, known)}")
         for name in ("weights", "dense", "cache"):
             if getattr(self, name) not in WEIGHTS:
                 raise ConfigError(f"simulate.{name}: {unknown('dtype', getattr(self, name), WEIGHTS)}")
@@ -213,7 +213,7 @@ class Kernels:
         away, link = leaving(op, group, nodes), self.hardware.link_bandwidth
         network = self.hardware.network_bandwidth
         if link is None or (away and network is None):
-            raise ConfigError(f"simulate.device={self.kind} has no known rate of links, and {op} needs one")
+            raise ConfigError(f"hardware.kind={self.kind} has no known rate of links, and {op} needs one")
         seconds = max(sent * (1 - away) / (link / 2), sent * away / (network or math.inf))
         return Estimate(seconds / EFFICIENCY["collective"] + latency(op, group, nodes), "roofline")
 

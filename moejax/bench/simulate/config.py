@@ -10,7 +10,7 @@ from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.routing.generate import KINDS
 from moejax.routing.source import check_trace
-from moejax.simulate.kernels import WEIGHTS
+from moejax.simulate.kernels import WEIGHTS, Kernels
 from moejax.simulate.routers import ROUTERS
 from moejax.simulate.routing import RoutingLaw
 
@@ -86,7 +86,7 @@ class PlanSection(Checked, section="simulate.plan"):
     tokens_per_s: PositiveNumber = 10_000.0
     devices: dict[str, float | None] = field(default_factory=dict)
     most_devices: PositiveInt = 8
-    simulated: PositiveInt = 4
+    simulated: PositiveInt = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,3 +141,7 @@ class SimulateSection(Checked, section="simulate"):
             raise ConfigError(f"simulate.layouts is empty: name presets ({', '.join(PRESETS)}) or degrees")
         for name in self.layouts:
             parse_layout(name)
+
+    def kernels(self, kind: str) -> Kernels:
+        """Returns the kernels of a device kind. Raises `ConfigError` for an unknown one."""
+        return Kernels(kind, self.stack, self.weights, self.dense, self.cache)

@@ -29,7 +29,11 @@ from moejax.simulate.step import GroupWork
 
 NODE = 8
 _UTILISED = 0.9
-"""Share of the steady state's rate that is asked for: arrivals are not even."""
+"""Share of the steady state's rate that is asked for at first, as arrivals are not even."""
+_KEPT, _ATTEMPTS = 0.95, 6
+"""Share of the requests that must keep to the objectives, and rates that are tried."""
+_TIMES = 3
+"""A simulation's length, in times that a request may take."""
 
 
 def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
@@ -63,8 +67,7 @@ def steady_state(
     each = math.ceil((prompt_len + output_len) / engine.block_size)
     fits = min(engine.max_num_seqs, deployment.room.blocks // each)
     context, prompt = prompt_len + output_len / 2, round(prompt_len)
-    idle = [GroupWork(0, 0, (), 0)] * (groups - 1)
-    prefill = deployment.step.of([GroupWork(0, 0, ((prompt, prompt),), 1), *idle]).seconds
+    prefill = deployment.step.of([GroupWork(0, 0, ((prompt, prompt),), 1)] * groups).seconds
 
     def token_s(batch: int) -> float:
         decode = deployment.step.of([GroupWork(batch, round(batch * context), (), batch)] * groups).seconds
@@ -91,8 +94,8 @@ def plan_rows(
     workload: ThroughputWorkload,
     devices: Mapping[str, float | None],
 ) -> list[dict[str, Any]]:
-    """Returns a row per layout and device kind that fits, the best first: those that were simulated, then the
-    others by what their steady state promises.
+    """Returns a row per layout and device kind that fits, the best first: those that keep the
+    objectives when they are simulated, those that do not, then the others by what a steady state promises.
 
     Raises:
         ConfigError: the workload has no TPOT objective, or nothing fits.
@@ -128,12 +131,39 @@ def plan_rows(
             task.describe(f"simulating {row['layout']} on {row['device_kind']}")
             one = found[row["device_kind"], row["layout"]]
             rate = _UTILISED * row["steady_tokens_per_s"] / output_len
-            given = dataclasses.replace(workload, request_rate=rate)
-            simulated = simulated_row(one, section, given, plan_requests(given, model.vocab_size))
+            simulated = _kept(one, section, workload, rate, output_len)
             row |= simulated | _sized(row["layout"], one, simulated, plan, devices[row["device_kind"]])
             task.advance()
     done = [row for row in rows if "request_rate" in row]
-    return [*sorted(done, key=lambda row: _rank(row, "output_throughput")), *rows[len(done) :]]
+    kept = [row for row in done if (row["request_goodput"] or 0.0) >= _KEPT * row["request_throughput"]]
+    late = [row for row in done if row not in kept]
+    best = (sorted(some, key=lambda row: _rank(row, "output_throughput")) for some in (kept, late))
+    return [*itertools.chain(*best), *rows[len(done) :]]
+
+
+def _kept(
+    one: Deployment, section: SimulateSection, workload: ThroughputWorkload, rate: float, output_len: float
+) -> dict[str, Any]:
+    """Returns the simulated row of the highest rate tried at which the objectives are kept: each next one is
+    lower by a fifth. Of those that keep them at none, the lowest's."""
+    # Long enough that most of it is neither filling up nor draining.
+    once = max(1.0, output_len * (workload.slo.tpot_ms or 0.0) / 1e3)
+    plain = dataclasses.replace(section, interval=False)
+    for attempt in range(_ATTEMPTS):
+        given = dataclasses.replace(
+            workload,
+            request_rate=rate,
+            num_requests=math.ceil(rate * _TIMES * once),
+            warmup_s=once,
+            duration_s=_TIMES * once,
+        )
+        plan = plan_requests(given, one.model.vocab_size)
+        row = simulated_row(one, plain, given, plan)
+        good, ended = row["request_goodput"], row["request_throughput"]
+        if attempt == _ATTEMPTS - 1 or (good and good >= _KEPT * ended):
+            break
+        rate *= 0.8
+    return simulated_row(one, section, given, plan) if section.interval else row
 
 
 def _sized(

@@ -88,7 +88,7 @@ def deploy(
         ConfigError: the model cannot be spread so, or does not fit.
     """
     check_parallel(parallel, model, parallel.num_devices)
-    kernels = Kernels(kind, section.stack, section.weights, section.dense, section.cache)
+    kernels = section.kernels(kind)
     room = device_room(model, parallel, engine, kernels, section.memory_share)
     calibration = load_calibration(kind, section.stack)
     step = StepModel(model, parallel, kernels, law, calibration.host, section.seed)

@@ -46,6 +46,7 @@ def run_simulate(
         ConfigError: an unknown model or device, or a request that is too long.
     """
     kind = simulated_kind(run)
+    section.kernels(kind)  # refused once, not by each layout
     model = simulated_model(source, load_format)
     law = section.routing.law
     if section.routing.trace is not None:
@@ -59,7 +60,9 @@ def run_simulate(
         except ConfigError as error:
             refused[name] = str(error)
     if not deployments:
-        raise ConfigError(f"simulate.layouts: none can be simulated: {'; '.join(refused.values())}")
+        same = {why: [name for name in refused if refused[name] == why] for why in refused.values()}
+        told = "; ".join(f"{', '.join(names)}: {why}" for why, names in same.items())
+        raise ConfigError(f"simulate.layouts: none can be simulated: {told}")
     rates = section.rates or [workload.request_rate]
     plans = {rate: _plan(workload, rate, model) for rate in rates}
     longest = max(request.total_len for plan in plans.values() for request in plan)
@@ -84,7 +87,7 @@ def run_simulate(
     best = max(sound, key=lambda row: row["request_goodput"] or row["output_throughput"] or 0.0)
     result = run.result(
         metrics={name: best.get(name) for name in (*WITH_INTERVAL, "tokens_per_s_per_device")}
-        | {"best_layout": best["layout"], "simulated": 1},
+        | {"best_layout": best["layout"]},
         cases=rows,
         hardware={**dataclasses.asdict(KNOWN[kind]), "simulated": True},
         slo=dataclasses.asdict(workload.slo),
@@ -171,7 +174,7 @@ def simulated_row(
                 value for value in (row.get(name), *(end.get(name) for end in ends)) if value is not None
             ]
             if values:
-                row |= {f"low_{name}": min(values), f"high_{name}": max(values)}
+                row |= {f"{name}_low": min(values), f"{name}_high": max(values)}
     return row
 
 
