@@ -94,6 +94,8 @@ KNOWN: dict[str, Hardware] = {
     "l4": _pcie("l4", 300, {"bfloat16": 121e12, "int8": 242e12, "float8": 242e12}, 24),
     "l40s": _pcie("l40s", 864, {"bfloat16": 362e12, "int8": 733e12, "float8": 733e12}, 48),
     "t10": _pcie("t10", 320, {"float16": 65e12, "int8": 130e12}, 16, "board listing"),
+    # Server edition, dense rates; the simulator's tables are of it.
+    "rtxpro6000": _pcie("rtxpro6000", 1597, {"bfloat16": 504e12, "float8": 1007e12}, 96),
     "b200": Hardware(
         "b200",
         8000 * _GB,
