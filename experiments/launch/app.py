@@ -34,6 +34,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.launch.command_line import (
+    has_section,
     parse_flags,
     print_bash_completion,
     query_line,
@@ -144,6 +145,12 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
                 plan = plan_run(compose, args.overrides, multirun=args.multirun, check=check)
         if plan is not None and not plan.sweep and args.config_dir is None:
             compose_variants(plan.config, config_name, args.overrides)  # which know our own folder only
+        if plan is not None and not has_section(jobs.schema, "overwrite"):  # it has no folder to replace
+            if extra := [text for text in argv if text.startswith(("hydra", "-m", "--multirun"))]:
+                raise ConfigError(f"experiments.{config_name} runs and writes nothing: leave out {extra[0]}")
+            with _hydras_faults():
+                jobs.main(plan.config)
+            return 0
         if plan is not None and args.dry_run:
             from experiments.launch.dry_run import print_plan
 

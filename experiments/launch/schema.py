@@ -5,7 +5,7 @@ command line. `experiments.launch.structured.mirror` makes OmegaConf's schema fr
 """
 
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from moejax.bench.ab.config import AbSection
@@ -31,6 +31,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.price import Price
 from moejax.core.quant import QuantConfig
 from moejax.engine.requests.api import SamplingParams
+from moejax.results.goals import Goal
 from moejax.results.run_folders import usable_runs
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.dashboard import DashboardConfig
@@ -119,6 +120,15 @@ class PricedHardware(HardwareSection):
         return None if self.price_per_hour is None else Price(self.price_per_hour, self.currency)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordedSections(Checked):
+    """The sections of every experiment that leaves a result, which has a verdict on each of the goals."""
+
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    goals: list[Goal] = field(default_factory=list)
+    overwrite: bool = False
+
+
 @dataclass(frozen=True)
 class ModelSections(Checked):
     """The sections of every experiment that opens a model."""
@@ -148,7 +158,7 @@ class InferenceSections(ModelSections):
 
 
 @dataclass(frozen=True)
-class ServingSections(InferenceSections):
+class ServingSections(RecordedSections, InferenceSections):
     """The sections of the experiments that measure engines, ours and its peers.
 
     Attributes:
@@ -158,7 +168,6 @@ class ServingSections(InferenceSections):
     hardware: PricedHardware = field(default_factory=PricedHardware)
     backend: BackendSection = field(default_factory=BackendSection)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     objective: str | None = None
     ab: AbSection = field(default_factory=AbSection)
 
@@ -223,11 +232,10 @@ class ThroughputConfig(ServingSections):
 
 
 @dataclass(frozen=True)
-class StressConfig(InferenceSections):
+class StressConfig(RecordedSections, InferenceSections):
     """`python -m experiments.stress`"""
 
     stress: StressSection = field(default_factory=StressSection)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,16 +243,15 @@ class StressConfig(InferenceSections):
 
 
 @dataclass(frozen=True)
-class ProfileConfig(InferenceSections):
+class ProfileConfig(RecordedSections, InferenceSections):
     """`python -m experiments.profile`: its workload is one case, its own."""
 
     workload: ProfileWorkload = field(default_factory=ProfileWorkload)
     profile: ProfileSection = field(default_factory=ProfileSection)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass(frozen=True)
-class ProgramConfig(InferenceSections):
+class ProgramConfig(RecordedSections, InferenceSections):
     """`python -m experiments.program`
 
     Attributes:
@@ -253,7 +260,6 @@ class ProgramConfig(InferenceSections):
 
     target: str = "a100"
     program: ProgramSection = field(default_factory=ProgramSection)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,21 +267,19 @@ class ProgramConfig(InferenceSections):
 
 
 @dataclass(frozen=True)
-class ScalingConfig(ModelSections):
+class ScalingConfig(RecordedSections, ModelSections):
     """`python -m experiments.scaling`: its layouts are its own, so that it has no `parallel` section."""
 
     scaling: ScalingSection = field(default_factory=ScalingSection)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass(frozen=True)
-class SimulateConfig(ModelSections):
+class SimulateConfig(RecordedSections, ModelSections):
     """`python -m experiments.simulate`: its layouts are its own, so that it has no `parallel` section."""
 
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
     simulate: SimulateSection = field(default_factory=SimulateSection)
     hardware: PricedHardware = field(default_factory=PricedHardware)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -287,12 +291,11 @@ class SimulateConfig(ModelSections):
 
 
 @dataclass(frozen=True)
-class QuantizationConfig(ModelSections):
+class QuantizationConfig(RecordedSections, ModelSections):
     """`python -m experiments.quantization`: its methods are its own, so that it has no `quant` section."""
 
     quantization: QuantizationSection = field(kw_only=True)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,18 +332,16 @@ class GenerateConfig(InferenceSections):
 
 
 @dataclass(frozen=True)
-class TrainExperimentConfig(TrainConfig):
+class TrainExperimentConfig(RecordedSections, TrainConfig):
     """`python -m experiments.train`: the library's `TrainConfig` and where its figures go."""
 
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     hardware: HardwareSection = field(default_factory=HardwareSection)
     host: HostConfig = field(default_factory=HostConfig)
-    overwrite: bool = False
     verbose: bool = False
 
 
 @dataclass(frozen=True)
-class RoutingConfig(RoutingSelection):
+class RoutingConfig(RecordedSections, RoutingSelection):
     """`python -m experiments.routing`
 
     Attributes:
@@ -348,8 +349,6 @@ class RoutingConfig(RoutingSelection):
     """
 
     model: ModelSection | None = None
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -358,11 +357,8 @@ class RoutingConfig(RoutingSelection):
 
 
 @dataclass(frozen=True)
-class KernelsConfig(KernelSelection):
+class KernelsConfig(RecordedSections, KernelSelection):
     """`python -m experiments.kernels`"""
-
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    overwrite: bool = False
 
 
 def _plain_text(item: object) -> str:
@@ -394,6 +390,19 @@ class CompareConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         usable_runs(self.runs)
+
+
+@dataclass(frozen=True)
+class GoalsConfig(Checked):
+    """`python -m experiments.goals`: `runs` are folders with runs in them; the usual ones may be missing."""
+
+    runs: list[str] = field(default_factory=lambda: ["outputs", "multirun"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for folder in self.runs:
+            if folder not in ("outputs", "multirun") and not Path(folder).is_dir():
+                raise ConfigError(f"runs: there is no folder {folder}")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def build(cls: type[T], config: DictConfig) -> T:
     """
     try:
         for key in sorted(OmegaConf.missing_keys(config)):
-            raise ConfigError(f"{key!r} has no value yet: add {key}=VALUE")
+            mend = "every item of that list needs one" if "[" in key else f"add {key}=VALUE"
+            raise ConfigError(f"{key!r} has no value yet: {mend}")
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         line = f"cannot resolve the interpolation: {str(error).strip().splitlines()[0]}"
@@ -91,6 +92,8 @@ def _field_hint(hint: Any, name: str) -> Any:
 def _in_words(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return f"a section with keys {', '.join(item.name for item in dataclasses.fields(hint))}"
+    if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
+        return f"a list, each {_in_words(get_args(hint)[0])}"
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}

@@ -20,9 +20,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from experiments.launch.structured import expected
+from experiments.launch.schema import RecordedSections
+from experiments.launch.structured import build, expected, mirror
 from moejax.core.errors import ConfigError, did_you_mean, unknown
 from moejax.core.words import one_line
+from moejax.results.goals import Goal
 
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, AssertionError)
 """Exceptions by which Hydra refuses a command line or a config file."""
@@ -86,6 +88,19 @@ def owners_of(preset: str, group: str) -> list[str]:
 def own_presets(presets: Sequence[str], experiment: str, group: str = "experiment") -> list[str]:
     """Returns those of a group that are the experiment's, or that are in no folder of ours."""
     return [name for name in presets if experiment in (owners_of(name, group) or [experiment])]
+
+
+def preset_goals() -> dict[str, list[Goal]]:
+    """Returns each preset's goals, its own or those of the preset that it is made of; raises as `build`, or
+    what OmegaConf raises."""
+
+    def of(name: str) -> list[Any]:
+        bases = [item for item in files[name].get("defaults", ()) if isinstance(item, str) and item in files]
+        return files[name].get("goals", [goal for base in bases for goal in of(base)])
+
+    files: Any = {file.stem: OmegaConf.load(file) for file in sorted(CONFIG_DIR.glob("experiment/*.yaml"))}
+    asked: Any = {name: OmegaConf.merge(mirror(RecordedSections), {"goals": of(name)}) for name in files}
+    return {name: build(RecordedSections, config).goals for name, config in asked.items()}
 
 
 def check_swept(item: Override, *, sweep: bool) -> None:

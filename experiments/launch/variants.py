@@ -19,6 +19,7 @@ Config = LatencyConfig | ThroughputConfig
 # What all variants share: the requests, the objectives, where results go.
 _SHARED = (
     "workload", "ab", "tracker", "telemetry", "hardware", "seed", "objective", "objective_case", "verbose",
+    "goals",
 )  # fmt: skip
 
 

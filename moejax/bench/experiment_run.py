@@ -32,6 +32,7 @@ from moejax.engine.llm import LLM
 from moejax.report.experiments import print_result, save_plots
 from moejax.report.parts import Parts
 from moejax.report.tables import print_closing, stderr_console
+from moejax.results.goals import Goal
 from moejax.results.result import (
     REQUESTS_FILE,
     RESULT_FILE,
@@ -263,7 +264,7 @@ class ExperimentRun:
             }
         if self.ignored:
             extra["resolved"] = extra.get("resolved", {}) | self.ignored
-        return build_result(
+        result = build_result(
             self.experiment,
             metrics=metrics,
             cases=cases,
@@ -271,6 +272,9 @@ class ExperimentRun:
             provenance=self.provenance,
             **extra,
         )
+        if goals := self.config.get("goals"):
+            result["goals"] = [Goal(**goal).verdict(result) for goal in goals]
+        return result
 
     def finish(
         self,

@@ -110,14 +110,16 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
 
 
 def print_result(result: Mapping[str, Any], console: Console) -> bool:
-    """Prints the tables of a result's experiment, and below them what the machine was; returns False where it
-    has none."""
+    """Prints the tables of a result's experiment, below them what the machine was, and the goals; returns
+    False where the experiment has no tables."""
     report = report_of(result)
-    if report is None or report.table is None:
-        return False
-    _function(report.table)(result, console)
-    _function("tables:print_lines")(console, machine_lines(result), "yellow")
-    return True
+    table = None if report is None else report.table
+    if table is not None:
+        _function(table)(result, console)
+        _function("tables:print_lines")(console, machine_lines(result), "yellow")
+    if goals := result.get("goals"):
+        console.print(_function("goals:goals_table")(goals, f"goals, {_function('goals:stands_on')(result)}"))
+    return table is not None
 
 
 def save_plots(

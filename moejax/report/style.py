@@ -1,5 +1,6 @@
 """Names and colours that the tables and plots of a result share. No JAX here."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,15 @@ def commit_name(result: Mapping[str, Any]) -> str | None:
     """The commit's first seven digits, with a + where the tree differed from it."""
     git = result.get("provenance", {}).get("git") or {}
     return f"{git['commit'][:7]}{'+' if git.get('dirty') else ''}" if git.get("commit") else None
+
+
+def preset(provenance: Mapping[str, Any]) -> str | None:
+    """The `experiment=` preset of the command line, or None."""
+    for word in provenance.get("argv") or ():
+        match = re.fullmatch(r"\+?experiment=([\w./-]+)", str(word))
+        if match and match.group(1) != "null":
+            return match.group(1)
+    return None
 
 
 def run_title(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.report.style import commit_name, model_name
+from moejax.report.style import commit_name, model_name, preset
 from moejax.tracking.base import RunInfo
 
 _MOST_NAME, _MOST_TAG = 120, 64  # W&B takes 128 and 64 characters
@@ -99,15 +99,6 @@ def sweep_group(experiment: str, output_dir: Path) -> str | None:
     if re.fullmatch(r"\d+", folder.name) is None or not folder.parent.name:
         return None
     return f"{experiment}/{folder.parent.name}"
-
-
-def preset(provenance: Mapping[str, Any]) -> str | None:
-    """The `experiment=` preset of the command line, or None."""
-    for word in provenance.get("argv") or ():
-        match = re.fullmatch(r"\+?experiment=([\w./-]+)", str(word))
-        if match and match.group(1) != "null":
-            return match.group(1)
-    return None
 
 
 def model_word(config: Mapping[str, Any]) -> str | None:

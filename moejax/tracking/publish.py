@@ -73,7 +73,8 @@ def publish(
         step = _log_curves(tracker, prefix, curves, step)
     summary: dict[str, Scalar] = {k: v for k, v in result["metrics"].items() if v is not None}
     goal = {"goodput_objectives": text} if (text := objectives(result)) else {}
-    tracker.summary({**expert_load_metrics(result), **summary, **goal})
+    verdicts = {f"goal/{row['name']}": row["verdict"] for row in result.get("goals") or ()}
+    tracker.summary({**expert_load_metrics(result), **summary, **goal, **verdicts})
     for name, (columns, lines) in result_tables(result, requests).items():
         tracker.table(name, columns, lines)
     for name, rows in (tables or {}).items():
@@ -91,7 +92,7 @@ Table = tuple[list[str], list[list[Any]]]
 def result_tables(result: Mapping[str, Any], requests: Iterable[Mapping[str, Any]] = ()) -> dict[str, Table]:
     """Name → (columns, rows) of all tables that the result has something for."""
     tables: dict[str, Table] = {}
-    for name in ("cases", "iterations", "differences"):
+    for name in ("cases", "iterations", "differences", "goals"):
         if result.get(name):
             tables[name] = _rows_table(result[name])
     tables.update(cdf_tables(result, requests))

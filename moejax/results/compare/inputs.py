@@ -33,6 +33,7 @@ _SECTIONS = {
     "verbose": "tracking",
     "overwrite": "tracking",
     "hardware": "tracking",
+    "goals": "tracking",
 }
 # How often and against which objectives a workload is measured is not part of it.
 _MEASURING = ("iterations", "warmup", "slo", "compare")
