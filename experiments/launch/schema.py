@@ -4,11 +4,11 @@ Sections that the library knows are the library's own dataclasses; here are only
 command line. `experiments.launch.structured.mirror` makes OmegaConf's schema from these.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from moejax.bench.ab.config import AbSection
+from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.objective import ObjectiveCase, check_objective
@@ -228,6 +228,24 @@ class ThroughputConfig(ServingSections):
 
     def _ours_only(self) -> dict[str, bool]:
         return super()._ours_only() | {"workload.compare": bool(self.workload.compare)}
+
+
+@dataclass(frozen=True)
+class AblationConfig(ServingSections):
+    """`python -m experiments.ablation`: `ablation.of` says if of `workload` or `batches`, `ab` how often the
+    stages take turns."""
+
+    ablation: AblationSection = field(default_factory=AblationSection)
+    workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    batches: WorkloadConfig = field(default_factory=WorkloadConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ab.variants not in ({}, self.ablation.variants):
+            raise ConfigError("ab.variants: the variants of an ablation are ablation.stages")
+        metrics = self.ab.metrics or self.ablation.metrics
+        ab = replace(self.ab, variants=self.ablation.variants, metrics=metrics)
+        object.__setattr__(self, "ab", ab)
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,13 @@ OWNED = ("experiment", "workload")  # groups of which an option may be another e
 
 
 def owners_of(preset: str, group: str) -> list[str]:
-    """Returns the experiments that a preset or workload of ours is for: those that its first lines name."""
+    """Returns the experiments that a preset or workload of ours is for: those that its first lines name, of a
+    workload ablation too."""
     file = CONFIG_DIR / group / f"{preset}.yaml"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     header = "".join(line for line in lines if line.startswith("#"))
-    return list(dict.fromkeys(re.findall(r"experiments\.(\w+)", header)))
+    found = re.findall(r"experiments\.(\w+)", header)
+    return list(dict.fromkeys([*found, "ablation"] if found and group == "workload" else found))
 
 
 def own_presets(presets: Sequence[str], experiment: str, group: str = "experiment") -> list[str]:
