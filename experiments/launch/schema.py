@@ -38,6 +38,9 @@ from moejax.tracking.telemetry import TelemetryConfig
 from moejax.train.config import TrainConfig
 
 LoadFormat = Literal["auto", "dummy"]
+RunFolder = Annotated[
+    str, Must(lambda name: name in ("outputs", "multirun") or Path(name).is_dir(), "a folder that is there")
+]
 
 
 @dataclass(frozen=True)
@@ -396,13 +399,7 @@ class CompareConfig(Checked):
 class GoalsConfig(Checked):
     """`python -m experiments.goals`: `runs` are folders with runs in them; the usual ones may be missing."""
 
-    runs: list[str] = field(default_factory=lambda: ["outputs", "multirun"])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for folder in self.runs:
-            if folder not in ("outputs", "multirun") and not Path(folder).is_dir():
-                raise ConfigError(f"runs: there is no folder {folder}")
+    runs: list[RunFolder] = field(default_factory=lambda: ["outputs", "multirun"])
 
 
 @dataclass(frozen=True)

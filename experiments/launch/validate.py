@@ -75,20 +75,21 @@ def group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 
 
 OWNED = ("experiment", "workload")  # groups of which an option may be another experiment's
+_TAKES_ALL = ("ablation", "workload")  # the options are of the experiments that it runs
 
 
 def owners_of(preset: str, group: str) -> list[str]:
-    """Returns the experiments that a preset or workload of ours is for: those that its first lines name, of a
-    workload ablation too."""
+    """Returns the experiments that a preset or workload of ours is for: those that its first lines name."""
     file = CONFIG_DIR / group / f"{preset}.yaml"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     header = "".join(line for line in lines if line.startswith("#"))
-    found = re.findall(r"experiments\.(\w+)", header)
-    return list(dict.fromkeys([*found, "ablation"] if found and group == "workload" else found))
+    return list(dict.fromkeys(re.findall(r"experiments\.(\w+)", header)))
 
 
 def own_presets(presets: Sequence[str], experiment: str, group: str = "experiment") -> list[str]:
     """Returns those of a group that are the experiment's, or that are in no folder of ours."""
+    if (experiment, group) == _TAKES_ALL:
+        return list(presets)
     return [name for name in presets if experiment in (owners_of(name, group) or [experiment])]
 
 
@@ -188,7 +189,8 @@ class _Checks:
             return
         for item in groups:
             group, preset = item.get_key_element().lstrip("+~"), str(item.value())
-            owners = owners_of(preset, group) if group in OWNED else ()
+            owned = group in OWNED and (self.config_name, group) != _TAKES_ALL
+            owners = owners_of(preset, group) if owned else ()
             if owners and self.config_name not in owners:
                 line = f"{group}={preset} is a preset of {' and '.join(owners)}: "
                 known = ", ".join(own_presets(self.options(group), self.config_name, group)) or "none"
