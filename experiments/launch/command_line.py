@@ -20,7 +20,7 @@ from moejax.core.errors import ConfigError, did_you_mean
 # Hydra's flags that take the next argument as their value.
 _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p")
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
-_VARIANT = re.compile(r"(?:\+{1,2})?(ab\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
+_VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation)\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
 _NAMED = re.compile(
     r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix)\.(\w+)\.([\w.]+)=(.*)",
     re.DOTALL,
@@ -46,7 +46,9 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
         if positional is not None and not flagged and _is_word(argument):
             words.append(argument)
         elif match := _VARIANT.fullmatch(argument):
-            adds = "++" if match[2] == "variants" else ""  # a misspelt section is Hydra's to explain
+            adds = (
+                "++" if match[2] in ("variants", "stages") else ""
+            )  # a misspelt section is Hydra's to explain
             rest.append(f"{adds}{match[1]}={_quoted_list(items(match[3]))}")
         elif match := _NAMED.fullmatch(argument):
             section, name, keys, value = match.groups()

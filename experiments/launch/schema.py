@@ -4,11 +4,11 @@ Sections that the library knows are the library's own dataclasses; here are only
 command line. `experiments.launch.structured.mirror` makes OmegaConf's schema from these.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from moejax.bench.ab.config import AbSection
+from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.objective import ObjectiveCase, check_objective
@@ -39,6 +39,9 @@ from moejax.tracking.telemetry import TelemetryConfig
 from moejax.train.config import TrainConfig
 
 LoadFormat = Literal["auto", "dummy"]
+RunFolder = Annotated[
+    str, Must(lambda name: name in ("outputs", "multirun") or Path(name).is_dir(), "a folder that is there")
+]
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,24 @@ class ThroughputConfig(ServingSections):
 
 
 @dataclass(frozen=True)
+class AblationConfig(ServingSections):
+    """`python -m experiments.ablation`: `ablation.of` says if of `workload` or `batches`, `ab` how often the
+    stages take turns."""
+
+    ablation: AblationSection = field(default_factory=AblationSection)
+    workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
+    batches: WorkloadConfig = field(default_factory=WorkloadConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ab.variants not in ({}, self.ablation.variants):
+            raise ConfigError("ab.variants: the variants of an ablation are ablation.stages")
+        metrics = self.ab.metrics or self.ablation.metrics
+        ab = replace(self.ab, variants=self.ablation.variants, metrics=metrics)
+        object.__setattr__(self, "ab", ab)
+
+
+@dataclass(frozen=True)
 class StressConfig(RecordedSections, InferenceSections):
     """`python -m experiments.stress`"""
 
@@ -396,13 +417,7 @@ class CompareConfig(Checked):
 class GoalsConfig(Checked):
     """`python -m experiments.goals`: `runs` are folders with runs in them; the usual ones may be missing."""
 
-    runs: list[str] = field(default_factory=lambda: ["outputs", "multirun"])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for folder in self.runs:
-            if folder not in ("outputs", "multirun") and not Path(folder).is_dir():
-                raise ConfigError(f"runs: there is no folder {folder}")
+    runs: list[RunFolder] = field(default_factory=lambda: ["outputs", "multirun"])
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 
 
 OWNED = ("experiment", "workload")  # groups of which an option may be another experiment's
+_TAKES_ALL = ("ablation", "workload")  # the options are of the experiments that it runs
 
 
 def owners_of(preset: str, group: str) -> list[str]:
@@ -87,6 +88,8 @@ def owners_of(preset: str, group: str) -> list[str]:
 
 def own_presets(presets: Sequence[str], experiment: str, group: str = "experiment") -> list[str]:
     """Returns those of a group that are the experiment's, or that are in no folder of ours."""
+    if (experiment, group) == _TAKES_ALL:
+        return list(presets)
     return [name for name in presets if experiment in (owners_of(name, group) or [experiment])]
 
 
@@ -186,7 +189,8 @@ class _Checks:
             return
         for item in groups:
             group, preset = item.get_key_element().lstrip("+~"), str(item.value())
-            owners = owners_of(preset, group) if group in OWNED else ()
+            owned = group in OWNED and (self.config_name, group) != _TAKES_ALL
+            owners = owners_of(preset, group) if owned else ()
             if owners and self.config_name not in owners:
                 line = f"{group}={preset} is a preset of {' and '.join(owners)}: "
                 known = ", ".join(own_presets(self.options(group), self.config_name, group)) or "none"

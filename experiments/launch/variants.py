@@ -10,16 +10,16 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.launch.command_line import override_key
 from experiments.launch.compose import composer
-from experiments.launch.schema import LatencyConfig, ThroughputConfig
+from experiments.launch.schema import AblationConfig, LatencyConfig, ThroughputConfig
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.words import one_line
 
-Config = LatencyConfig | ThroughputConfig
+Config = LatencyConfig | ThroughputConfig | AblationConfig
 
 # What all variants share: the requests, the objectives, where results go.
 _SHARED = (
-    "workload", "ab", "tracker", "telemetry", "hardware", "seed", "objective", "objective_case", "verbose",
-    "goals",
+    "workload", "batches", "ab", "ablation", "tracker", "telemetry", "hardware", "seed", "objective",
+    "objective_case", "verbose", "goals",
 )  # fmt: skip
 
 
@@ -33,7 +33,11 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
         ConfigError: an override that the command line would refuse, in its words; one of something that all
             variants share; or a variant that is the same as another.
     """
-    section = getattr(config, "ab", None)
+    section, where = getattr(config, "ab", None), "ab.variants"
+    if isinstance(config, AblationConfig):
+        where = "ablation.stages"
+        if len(config.ab.variants) < 2:
+            raise ConfigError(f"{where} needs at least two: add '{where}.NAME=[KEY=VALUE]'")
     if section is None or not section.variants:
         return {}
     variants: dict[str, Any] = {}
@@ -44,12 +48,12 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
             try:
                 variant = compose.build([*kept, *changes])
             except MoejaxError as error:
-                raise ConfigError(f"ab.variants.{name}: {one_line(error)}") from error
-            _check(name, config, variant)
+                raise ConfigError(f"{where}.{name}: {one_line(error)}") from error
+            _check(f"{where}.{name}", config, variant)
             same = [other for other, theirs in variants.items() if theirs == variant]
             if same:
                 raise ConfigError(
-                    f"ab.variants.{name} is the same configuration as {same[0]}; a control of the baseline is"
+                    f"{where}.{name} is the same configuration as {same[0]}; a control of the baseline is"
                     " measured anyway"
                 )
             variants[name] = variant
@@ -59,13 +63,9 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
 def _check(name: str, config: Any, variant: Any) -> None:
     for section in _SHARED:
         if getattr(config, section, None) != getattr(variant, section, None):
-            raise ConfigError(
-                f"ab.variants.{name} changes {section!r}, which all variants share: set it for all of them"
-            )
+            raise ConfigError(f"{name} changes {section!r}, which all variants share: set it for all of them")
     if variant.backend.compare_with:
-        raise ConfigError(
-            f"ab.variants.{name}: backend.compare_with has no place in an A/B run; make it a variant"
-        )
+        raise ConfigError(f"{name}: backend.compare_with has no place in an A/B run; make it a variant")
 
 
 def run_variants(config: Config, out: Path) -> None:
@@ -81,12 +81,17 @@ def run_variants(config: Config, out: Path) -> None:
     experiment = str(hydra.job.config_name)
     configs = compose_variants(config, experiment, list(hydra.overrides.task))
     with ExitStack() as stack:
-        run = stack.enter_context(ExperimentRun.open(f"{experiment}_ab", config, out))
+        workload: Any = config.workload
+        ablation, name = None, f"{experiment}_ab"
+        if isinstance(config, AblationConfig):
+            ablation, name = config.ablation, experiment
+            workload = config.batches if ablation.of == "latency" else workload
+        run = stack.enter_context(ExperimentRun.open(name, config, out))
         arms: list[Arm] = []
         for name, composed in configs.items():
             backend, shares = _open(composed, out, configs, arms, stack.enter_context)
             arms.append(Arm(name, config.ab.all_variants[name], backend, shares))
-        run_ab(arms, config.workload, config.ab, run)
+        run_ab(arms, workload, config.ab, run, ablation)
 
 
 def _open(
@@ -111,4 +116,5 @@ def _open(
 # Of the engine's settings, what is settled as the weights are laid out, or moves them.
 _WITH_WEIGHTS = (
     "moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing", "rebalance",
+    "autotune", "autotune_budget_s", "autotune_choices",
 )  # fmt: skip

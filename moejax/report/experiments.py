@@ -53,6 +53,7 @@ EXPERIMENTS: Mapping[str, Report] = {
         },
     ),
     "ramp": Report("ramp:print_ramp", {"ramp": "ramp:ramp_figure", "pareto": "ramp:pareto_figure"}),
+    "ablation": Report("ablation:print_ablation", {"waterfall": "ablation:waterfall_plot"}),
     "ab": Report("ab:print_ab", {"ratios": "ab:ratios_plot", "rounds": "ab:rounds_plot"}),
     "stress": Report("stress:print_stress", {"stress": "stress:stress_figure"}),
     "profile": Report(
@@ -102,7 +103,9 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
     run in turns; kernels have a report for each mode.
     """
     experiment = str(result.get("experiment"))
-    special = [kind for kind, key in (("ab", "variants"), ("ramp", "ramp")) if key in result]
+    special = [
+        kind for kind, key in (("ablation", "stages"), ("ab", "variants"), ("ramp", "ramp")) if key in result
+    ]
     config = result.get("config") or {}
     mode = config.get("mode") or (config.get(experiment) or {}).get("mode")
     kinds = (*special, experiment, f"{experiment} {mode}")

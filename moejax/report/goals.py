@@ -37,11 +37,17 @@ def goals_table(goals: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 def stands_on(result: Mapping[str, Any]) -> str:
-    """Returns `measured on` or `simulated on` a device, and how the command line had changed its preset."""
-    device, hardware = device_name(result), result.get("hardware") or {}
-    words = [w for w in (result["provenance"].get("argv") or ())[1:] if not w.startswith(_SAME)]
-    how = f"simulated on {hardware['kind']}" if hardware.get("simulated") else f"measured on {device}"
-    return " ".join([how, "with", *words] if words else [how])
+    """Returns `measured on` or `simulated on` a device."""
+    hardware = result.get("hardware") or {}
+    simulated = hardware.get("simulated")
+    return f"simulated on {hardware['kind']}" if simulated else f"measured on {device_name(result)}"
+
+
+def _stands_on(result: Mapping[str, Any]) -> str:
+    """Returns the same, and how the command line had changed the preset."""
+    words = (result["provenance"].get("argv") or ())[1:]
+    changes = [word for word in words if "=" in word and not word.startswith(_SAME)]
+    return " ".join([stands_on(result), *(["with", *changes] if changes else [])])
 
 
 def newest_goals(presets: Mapping[str, Sequence[Goal]], folders: Sequence[str]) -> list[dict[str, Any]]:
@@ -60,5 +66,5 @@ def newest_goals(presets: Mapping[str, Sequence[Goal]], folders: Sequence[str]) 
         nothing = {"experiment": name, "metrics": {}, "cases": []}
         row = {"of": name, **goal.verdict(newest.get(name, nothing))}
         has_none = {"verdict": "no run yet", "reason": None}
-        rows.append(row | ({"on": stands_on(newest[name])} if name in newest else has_none))
+        rows.append(row | ({"on": _stands_on(newest[name])} if name in newest else has_none))
     return rows

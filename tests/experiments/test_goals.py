@@ -95,7 +95,7 @@ def test_presets_and_runs_are_listed_with_the_newest_verdict_and_nothing_is_writ
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("nowhere", "runs: there is no folder nowhere"),
+        ("nowhere", "runs[0] must be a folder that is there, got 'nowhere'"),
         ("tracker=wandb", "this experiment tracks nothing: leave out tracker=wandb"),
         ("hydra.run.dir=x", "experiments.goals runs and writes nothing: leave out hydra.run.dir=x"),
         ("-m", "experiments.goals runs and writes nothing: leave out -m"),

@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
-from moejax.core.checked import Checked, Must, PositiveInt
+from moejax.core.checked import Checked, Must, Name, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError, unknown
 from moejax.results.metric_names import RATES, SERVICE, latency_name
 
@@ -47,25 +47,75 @@ class AbSection(Checked, section="ab"):
                 "ab.variants is empty: add 'ab.variants.NAME=[KEY=VALUE]', such as"
                 " 'ab.variants.plain=[engine.overlap=false]'"
             )
-        for name, overrides in self.variants.items():
-            if not _NAME.fullmatch(str(name)):
-                raise ConfigError(f"ab.variants: {name!r} is no name: letters, digits, - and _")
-            listed = isinstance(overrides, (list, tuple)) and all(isinstance(o, str) for o in overrides)
-            if not listed:
-                raise ConfigError(
-                    f"ab.variants.{name} must be a list of overrides, 'ab.variants.{name}=[KEY=VALUE]', got"
-                    f" {overrides!r}"
-                )
+        _check_overrides("ab.variants", self.variants)
         if len(self.variants) == 1 and BASE in self.variants:
             raise ConfigError(f"ab.variants.{BASE}: give a second variant; alone it needs another name")
         if self.target is not None and self.max_rounds < self.rounds:
             raise ConfigError(f"ab.max_rounds {self.max_rounds} is below ab.rounds {self.rounds}")
-        for name in self.metrics:
-            if latency_name(name) is None and name not in (*RATES, *SERVICE):
-                known = ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", *RATES, *SERVICE)
-                raise ConfigError(f"ab.metrics: {unknown('metric', name, known)}")
+        _check_metrics("ab.metrics", self.metrics)
 
     @property
     def all_variants(self) -> dict[str, list[str]]:
         """The variants with the baseline first, also where it was not named."""
         return ({BASE: []} if len(self.variants) == 1 else {}) | self.variants
+
+
+@dataclass(frozen=True)
+class PublishedStage(Checked, section="ablation.reference"):
+    """A stage of somebody else's ladder, to be set beside; None and "OOM" (out of memory) are no figures."""
+
+    stage: Name
+    latency_ms: PositiveNumber
+    memory_gb: PositiveNumber | Literal["OOM"] | None = None
+
+
+@dataclass(frozen=True)
+class AblationSection(Checked, section="ablation"):
+    """Stages, each of which adds its overrides to those of the stage before.
+
+    Attributes:
+        of: what is measured of each: requests over time (`workload`), or fixed batches (`batches`).
+        stages: name → overrides of the command line, in their order; the first is the baseline.
+        metrics: what is reported of each stage, besides memory and the gains in mean end-to-end latency.
+        reference: published figures of another ladder.
+    """
+
+    of: Literal["latency", "throughput"] = "throughput"
+    stages: dict[str, list[str]] = field(default_factory=dict)
+    metrics: list[str] = field(
+        default_factory=lambda: ["mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "output_throughput"]
+    )
+    reference: list[PublishedStage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_overrides("ablation.stages", self.stages)
+        _check_metrics("ablation.metrics", self.metrics)
+
+    @property
+    def variants(self) -> dict[str, list[str]]:
+        """Each stage's overrides with those of all before; of a key that is set again the last one."""
+        found, kept = {}, dict[str, str]()
+        for name, overrides in self.stages.items():
+            kept |= {item.partition("=")[0].lstrip("+~"): item for item in overrides}
+            found[name] = list(kept.values())
+        return found
+
+
+def _check_overrides(key: str, named: dict[str, list[str]]) -> None:
+    """Raises `ConfigError` unless `named` has names and lists of texts."""
+    for name, overrides in named.items():
+        if not _NAME.fullmatch(str(name)):
+            raise ConfigError(f"{key}: {name!r} is no name: letters, digits, - and _")
+        if not (isinstance(overrides, (list, tuple)) and all(isinstance(o, str) for o in overrides)):
+            raise ConfigError(
+                f"{key}.{name} must be a list of overrides, '{key}.{name}=[KEY=VALUE]', got {overrides!r}"
+            )
+
+
+def _check_metrics(key: str, names: list[str]) -> None:
+    """Raises `ConfigError` for one that a pass does not have."""
+    for name in names:
+        if latency_name(name) is None and name not in (*RATES, *SERVICE):
+            known = ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "median_e2el_ms", *RATES, *SERVICE)
+            raise ConfigError(f"{key}: {unknown('metric', name, known)}")

@@ -75,9 +75,8 @@ def judge(
     cases: Sequence[str],
 ) -> Judged:
     """Verdicts on what has been measured so far. `cases` are the cases' labels."""
-    rounds = 1 + max(round_ for round_, _ in baseline.rounds)
     table = {
-        (arm.name, metric): _values(arm, metric, rounds, len(cases))
+        (arm.name, metric): values_of(arm, metric, len(cases))
         for arm in (baseline, control, *others)
         for metric in metrics
     }
@@ -106,8 +105,9 @@ def judge(
     )
 
 
-def _values(arm: Arm, metric: str, rounds: int, cases: int) -> Values:
-    """[rounds, cases]"""
+def values_of(arm: Arm, metric: str, cases: int) -> Values:
+    """Returns a metric of all passes [rounds, cases]."""
+    rounds = len(arm.rounds) // cases
     return np.array([[arm.rounds[r, c][metric] for c in range(cases)] for r in range(rounds)], np.float64)
 
 

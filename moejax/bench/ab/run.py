@@ -1,13 +1,13 @@
 """`run_ab`: arms, rounds, verdicts, result, report."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from moejax.bench.ab.config import AbSection
-from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics
+from moejax.bench.ab.config import AblationSection, AbSection
+from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
@@ -22,7 +22,7 @@ from moejax.results.compare.samples import short_case_name
 from moejax.results.metrics import Metrics
 from moejax.results.result import Result
 from moejax.results.service import group_rows
-from moejax.results.statistics import interval_fields
+from moejax.results.statistics import interval_fields, paired_ratio
 
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
@@ -32,12 +32,15 @@ def run_ab(
     workload: WorkloadConfig | ThroughputWorkload,
     ab: AbSection,
     run: ExperimentRun,
+    ablation: AblationSection | None = None,
 ) -> Result:
-    """Measures variants in turns and finishes `run`, whose experiment is `latency_ab` or `throughput_ab`.
+    """Measures variants in turns and finishes `run`, whose experiment is `latency_ab`, `throughput_ab` or
+    `ablation`.
 
     Args:
         arms: the first is the baseline; it is opened once more as the control.
         workload: what all are given.
+        ablation: whose stages the variants are; the result then has them as `stages`, and its `reference`.
 
     Returns:
         The content of `result.json`: a row in `cases` for each variant and case, `verdicts`,
@@ -55,13 +58,14 @@ def run_ab(
     run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
-    result = _build(run, arms, load, judged, ab.metrics)
+    result = _build(run, arms, load, judged, ab.metrics, ablation)
     requests = [
         {**row, "case": _place(index, row["case"], load)}
         for index, arm in enumerate(arms)
         for row in arm.rows
     ]
-    return run.finish(result, requests=requests, tables={"verdicts": result["verdicts"]})
+    tables = {name: result[name] for name in ("verdicts", "stages") if name in result}
+    return run.finish(result, requests=requests, tables=tables)
 
 
 def _control(baseline: Arm) -> Arm:
@@ -139,8 +143,46 @@ def _medians(passes: Sequence[Metrics]) -> Metrics:
     return medians
 
 
+def _stages(
+    arms: Sequence[Arm], cases: Sequence[Mapping[str, Any]], ablation: AblationSection, metrics: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns a row for each stage: figures are medians over rounds, of several cases their geometric mean;
+    gains are of the rounds' ratios, with intervals, a latency is the first stage's over the gain, so that the
+    machine's pace is in none. Memory is the weights' and the allocated cache's."""
+
+    def each_round(arm: Arm, metric: str) -> Any:
+        return np.exp(np.log(values_of(arm, metric, len(cases) // len(arms))).mean(axis=1))
+
+    rows: list[dict[str, Any]] = []
+    stages = [arms[0], *arms[2:]]  # without the control
+    for before, arm in zip([arms[0], *stages], stages, strict=False):
+        mine, first = (each_round(one, "mean_e2el_ms") for one in (arm, arms[0]))
+        in_all = paired_ratio(first, mine)
+        memory: Any = arm.backend.memory()
+        held = [memory.get(name) for name in ("model_bytes", "kv_cache_allocated_bytes")]
+        same: Any = [case["equal_requests"] for case in cases if case["variant"] == arm.name]
+        rows.append(
+            {
+                "stage": arm.name,
+                "overrides": ablation.stages[arm.name],
+                "latency_ms": float(np.median(first)) / in_all.estimate,
+                **{name: float(np.median(each_round(arm, name))) for name in metrics},
+                "equal_requests": min(same) if None not in same else None,
+                "memory_gb": sum(held) / 1e9 if None not in held else None,
+                **interval_fields("gain", paired_ratio(each_round(before, "mean_e2el_ms"), mine)),
+                **interval_fields("cumulative_gain", in_all),
+            }
+        )
+    return rows
+
+
 def _build(
-    run: ExperimentRun, arms: Sequence[Arm], load: Load, judged: Judged, asked: Sequence[str]
+    run: ExperimentRun,
+    arms: Sequence[Arm],
+    load: Load,
+    judged: Judged,
+    asked: Sequence[str],
+    ablation: AblationSection | None,
 ) -> Result:
     """Returns the result; `asked` are the metrics that were to be judged."""
     rows = _rows(arms, load)
@@ -149,6 +191,13 @@ def _build(
         trial = verdict.trial
         if trial.ratio is not None:
             metrics |= interval_fields(f"ratio_{trial.metric}_{trial.run}", trial.ratio)
+    ladder: dict[str, Any] = {}
+    if ablation is not None:
+        chosen = judged_metrics(arms, load.cases, ablation.metrics)
+        ladder["stages"] = _stages(arms, rows, ablation, chosen)
+        ladder["reference"] = [dataclasses.asdict(stage) for stage in ablation.reference]
+        for row in ladder["stages"]:
+            metrics |= {f"{name}_{row['stage']}": row[name] for name in ("gain", "cumulative_gain")}
     engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
@@ -172,6 +221,7 @@ def _build(
         ],
         not_judged=[name for name in asked if name not in judged_names],
         groups=_groups(arms, load),
+        **ladder,
     )
 
 
