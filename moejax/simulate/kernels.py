@@ -8,7 +8,7 @@ from one number of expert ranks to another: what a rank computes is looked up as
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from moejax.core.errors import ConfigError, unknown
 from moejax.core.hardware import KNOWN, Hardware
 from moejax.perf.comm import wire_bytes
 from moejax.perf.links import latency, leaving
-from moejax.simulate.tables import Curve, Key, Source, load
+from moejax.simulate.tables import Curve, Source, load
 
 TABLES = {"a100_80gb": "a100", "h100": "h100", "h200": "h200"}
 """Device kind → the prefix of its tables' names. Attention, products and links of an H200 are an H100's."""
@@ -81,12 +81,14 @@ class _Curve(NamedTuple):
         away: distance from the shape that is asked for; 0 is the same one.
         seconds, bound: of the place.
         measured: whether the place is a cell.
+        floor: the least time that its table has, which no share of a bound goes below.
     """
 
     away: float
     seconds: Callable[..., float]
     bound: Callable[..., float]
     measured: Callable[..., bool]
+    floor: float
 
 
 @dataclass
@@ -100,7 +102,7 @@ class Kernels:
         weights: the tables' name of the experts' dtype, and `dense` of all other weights'; `cache` of keys
             and values.
         launch_s: the least time of an operation that no table has, in seconds.
-        left_out: key of a curve that is not used, to hold it against what the others say.
+        left_out: tells of a curve's keys whether it is not used, to hold it against what the others say.
     """
 
     kind: str
@@ -110,7 +112,7 @@ class Kernels:
     cache: str = "bf16"
     launch_s: float = 2.5e-6
     hardware: Hardware = field(init=False)
-    left_out: Key | None = None
+    left_out: Callable[[Mapping[str, str]], bool] | None = None
     _near: dict[Any, list[_Curve]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -234,15 +236,17 @@ class Kernels:
             return Estimate(bound / EFFICIENCY[kind] + self.launch_s, "roofline")
         if near[0].away < _SAME:
             first = near[0]
-            scale, source = bound / first.bound(*place), "table" if first.measured(*place) else "interpolated"
-            same = 0.999 < scale < 1.001
-            return Estimate(first.seconds(*place) * scale, source if same else "nearest")  # type: ignore[arg-type]
-        weights = [1 / curve.away for curve in near]
-        slowness = sum(
-            weight * curve.seconds(*place) / curve.bound(*place)
-            for weight, curve in zip(weights, near, strict=True)
-        )
-        return Estimate(bound * slowness / sum(weights), "nearest")
+            source: Source = "table" if first.measured(*place) else "interpolated"
+            scale = bound / first.bound(*place)
+            if 0.999 < scale < 1.001:
+                return Estimate(first.seconds(*place), source)
+            return Estimate(first.floor + (first.seconds(*place) - first.floor) * scale, "nearest")
+        seconds = total = 0.0
+        for curve in near:
+            weight = 1 / curve.away
+            slowness = (curve.seconds(*place) - curve.floor) / curve.bound(*place)
+            seconds, total = seconds + weight * (curve.floor + bound * slowness), total + weight
+        return Estimate(seconds / total, "nearest")
 
     def _curves(self, kind: str, **wanted: str) -> list[tuple[dict[str, str], Curve, float]]:
         """Returns a table's curves of the wanted keys with what their stack adds to the distance."""
@@ -255,24 +259,32 @@ class Kernels:
             fields = dict(zip(table.keys, key, strict=True))
             # Half of TensorRT-LLM's decodes are faster than the memory allows.
             impossible = kind == "attention_decode" and fields["stack"].startswith("trtllm")
-            if impossible or key == self.left_out or any(fields[name] != v for name, v in wanted.items()):
+            if impossible or any(fields[name] != value for name, value in wanted.items()):
+                continue
+            if self.left_out is not None and self.left_out(fields):
                 continue
             found.append((fields, curve, 0.0 if fields["stack"].startswith(self.stack) else _OTHER_STACK))
         best = min((other for *_, other in found), default=0.0)
         return [(fields, curve, other - best) for fields, curve, other in found]
 
+    @staticmethod
+    def _floor(found: list[tuple[dict[str, str], Curve, float]]) -> float:
+        return min((min(curve.seconds) for _, curve, _ in found), default=0.0)
+
     def _gemms(self, n: int, k: int) -> list[_Curve]:
-        curves = []
-        for fields, curve, other in self._curves("gemm", dtype=self.dense):
+        curves, found = [], self._curves("gemm", dtype=self.dense)
+        floor = self._floor(found)
+        for fields, curve, other in found:
             rows, inner = int(fields["n"]), int(fields["k"])
             bound = lambda m, n=rows, k=inner: self.gemm_bound(m, n, k)  # noqa: E731
             away = abs(math.log(rows / n)) + abs(math.log(inner / k))
-            curves.append(_Curve(_away(away, other), curve.at, bound, curve.measured))
+            curves.append(_Curve(_away(away, other), curve.at, bound, curve.measured, floor))
         return curves
 
     def _experts(self, hidden: int, inter: int, experts: int) -> list[_Curve]:
-        curves = []
-        for fields, curve, other in self._curves("moe", dtype=self.weights, ep="1", skew="0"):
+        curves, found = [], self._curves("moe", dtype=self.weights, ep="1", skew="0")
+        floor = self._floor(found)
+        for fields, curve, other in found:
             D, F, k, E = (int(fields[name]) for name in ("hidden", "inter", "topk", "experts"))
             local = ExpertShape(D, F // int(fields["tp"]), E)
 
@@ -284,23 +296,24 @@ class Kernels:
             cell = lambda rows, c=curve, E=E, k=k: c.measured(round(rows * E / k, 6))  # noqa: E731
             away = abs(math.log(D / hidden)) + abs(math.log(local.inter / inter))
             away += 0.5 * abs(math.log(E / experts))
-            curves.append(_Curve(_away(away, other), at, bound, cell))
+            curves.append(_Curve(_away(away, other), at, bound, cell, floor))
         return curves
 
     def _heads(self, phase: str, heads: int, kv_heads: int, head_dim: int, vectors: int) -> list[_Curve]:
         grids: dict[tuple[str, HeadShape], tuple[dict[int, Curve], float]] = {}
         kind = f"attention_{phase}" if vectors == 2 else f"mla_{phase}"
         wanted = {"kv_dtype": "bf16" if phase == "prefill" else self.cache} if vectors == 2 else {}
-        for fields, curve, other in self._curves(kind, **wanted):
+        found = self._curves(kind, **wanted)
+        for fields, curve, other in found:
             sizes = {name: int(fields.get(name, latent)) for name, latent in _HEAD_KEYS.items()}
             shape = HeadShape(**sizes, vectors=vectors)
             grid, _ = grids.setdefault((fields["stack"], shape), ({}, other))
             grid[int(fields["batch"])] = curve
-        curves = []
+        curves, floor = [], self._floor(found)
         for (_, shape), (grid, other) in grids.items():
             away = abs(math.log(shape.heads / shape.kv_heads * kv_heads / heads))
             away += 0.5 * abs(math.log(shape.kv_heads / kv_heads)) + abs(math.log(shape.head_dim / head_dim))
-            curves.append(_grid(_away(away, other), grid, shape, self._attention_bound(phase)))
+            curves.append(_grid(_away(away, other), grid, shape, self._attention_bound(phase), floor))
         return curves
 
     def _attention_bound(self, phase: str) -> Callable[[HeadShape, float, float], float]:
@@ -340,7 +353,11 @@ def _away(shape: float, other: float) -> float:
 
 
 def _grid(
-    away: float, grid: dict[int, Curve], shape: HeadShape, bound: Callable[[HeadShape, float, float], float]
+    away: float,
+    grid: dict[int, Curve],
+    shape: HeadShape,
+    bound: Callable[[HeadShape, float, float], float],
+    floor: float,
 ) -> _Curve:
     """Returns curves of several batch sizes as one over (sequences times key/value heads, length): as much is
     computed side by side there as elsewhere with as many."""
@@ -354,10 +371,8 @@ def _grid(
         if place == 0 or batches[place] == batch:
             return grid[batches[place]].at(length)
         low, high = batches[place - 1], batches[place]
-        share = math.log(batch / low) / math.log(high / low)
-        return math.exp(
-            (1 - share) * math.log(grid[low].at(length)) + share * math.log(grid[high].at(length))
-        )
+        share = (batch - low) / (high - low)
+        return (1 - share) * grid[low].at(length) + share * grid[high].at(length)
 
     return _Curve(
         away,
@@ -366,4 +381,5 @@ def _grid(
         lambda work, length: (
             work / shape.kv_heads in grid and grid[int(work / shape.kv_heads)].measured(length)
         ),
+        floor,
     )
