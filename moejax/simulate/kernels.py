@@ -16,6 +16,7 @@ from moejax.core.errors import ConfigError, unknown
 from moejax.core.hardware import KNOWN, Hardware
 from moejax.perf.comm import wire_bytes
 from moejax.perf.links import latency, leaving
+from moejax.simulate.routing import Loads, RoutingLaw
 from moejax.simulate.tables import Curve, Source, load
 
 TABLES = {"a100_80gb": "a100", "h100": "h100", "h200": "h200"}
@@ -37,6 +38,9 @@ _NEAR, _FAR, _OTHER_STACK, _SAME = 2, 2.5, 0.5, 1e-3
 """Curves of other shapes that an estimate is the mean of; the distance, a sum of logarithms of ratios, from
 which on none is near; how much further away another stack's counts, unless its shape is the same; and the
 distance below which it is."""
+
+_LAWS = {"0": RoutingLaw("even"), "1.01": RoutingLaw("power", {"exponent": 1.01})}
+"""Laws of a table's curves by their skew."""
 
 _HEAD_KEYS = {"heads": 1, "kv_heads": 1, "head_dim": 576}
 """Columns of a shape of heads, with what DeepSeek's latents have, of which tables of latent attention are."""
@@ -263,7 +267,10 @@ class Kernels:
                 continue
             if self.left_out is not None and self.left_out(fields):
                 continue
-            found.append((fields, curve, 0.0 if fields["stack"].startswith(self.stack) else _OTHER_STACK))
+            stack = fields["stack"].split("-")[0]
+            # Of two that stand in vLLM's: its kernels are nearer to their bounds.
+            away = 0.0 if stack == self.stack else _OTHER_STACK + 0.1 * (stack == "sglang")
+            found.append((fields, curve, away))
         best = min((other for *_, other in found), default=0.0)
         return [(fields, curve, other - best) for fields, curve, other in found]
 
@@ -282,15 +289,18 @@ class Kernels:
         return curves
 
     def _experts(self, hidden: int, inter: int, experts: int) -> list[_Curve]:
-        curves, found = [], self._curves("moe", dtype=self.weights, ep="1", skew="0")
-        floor = self._floor(found)
+        curves, found = [], self._curves("moe", dtype=self.weights, ep="1")
+        floor, even = self._floor(found), {fields["stack"] for fields, *_ in found if fields["skew"] == "0"}
         for fields, curve, other in found:
+            if fields["skew"] != ("0" if fields["stack"] in even else "1.01"):
+                continue
             D, F, k, E = (int(fields[name]) for name in ("hidden", "inter", "topk", "experts"))
             local = ExpertShape(D, F // int(fields["tp"]), E)
+            loads = _LAWS[fields["skew"]].loads(E, k, 1)
 
-            def bound(rows: float, local: ExpertShape = local, k: int = k) -> float:
+            def bound(rows: float, local: ExpertShape = local, k: int = k, loads: Loads = loads) -> float:
                 whole = max(float(k), rows * local.experts)
-                return self.expert_bound(local, min(local.experts, whole), whole)
+                return self.expert_bound(local, loads.at(math.ceil(whole / k)).hits, whole)
 
             at = lambda rows, c=curve, E=E, k=k: c.at(max(1.0, rows * E / k))  # noqa: E731
             cell = lambda rows, c=curve, E=E, k=k: c.measured(round(rows * E / k, 6))  # noqa: E731

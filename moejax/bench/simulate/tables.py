@@ -156,7 +156,7 @@ def _experts(device: str, named: Named, rng: random.Random) -> Asked:
             if key not in kernels:
                 kernels[key] = _without(device, fields, same, weights=fields["dtype"])
                 if not same:
-                    kernels[key].left_out = None
+                    kernels[key].left_out = lambda other: other["skew"] != "0"
             yield what, fields, curve, lambda t, ask=ask, at=kernels[key]: ask(t, at)
 
 
