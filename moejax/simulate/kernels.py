@@ -32,6 +32,14 @@ WEIGHTS = {
 }
 """Bytes of a weight by the tables' name of its dtype, scales included."""
 
+_LIKE = {
+    "w8a16_int8": ("w4a16_int4",),
+    "fp8": ("fp8_block128",),
+    "fp8_block128": ("fp8",),
+    "w8a8_int8": ("fp8",),
+}
+"""Dtypes whose share of their bound stands in where one was not measured; then bfloat16's."""
+
 _PEAKS = {"fp8": "float8", "fp8_block128": "float8", "w8a8_int8": "int8"}
 
 _NEAR, _FAR, _OTHER_STACK, _SAME = 2, 2.5, 0.5, 1e-3
@@ -95,6 +103,10 @@ class _Curve(NamedTuple):
     floor: float
 
 
+_Found = tuple[dict[str, str], Curve, float]
+"""A curve with its keys and what its stack adds to the distance."""
+
+
 @dataclass
 class Kernels:
     """One device kind's operations as an engine's stack runs them.
@@ -138,13 +150,13 @@ class Kernels:
         peak = peaks.get(_PEAKS.get(dtype, "bfloat16")) or peaks.get("bfloat16") or peaks["float16"]
         return max(nbytes / self.bandwidth, flops / peak)
 
-    def gemm_bound(self, m: float, n: float, k: float) -> float:
-        return self.bound(n * k * WEIGHTS[self.dense] + 2 * m * (n + k), 2 * m * n * k, self.dense)
+    def gemm_bound(self, m: float, n: float, k: float, dtype: str) -> float:
+        return self.bound(n * k * WEIGHTS[dtype] + 2 * m * (n + k), 2 * m * n * k, dtype)
 
-    def expert_bound(self, shape: ExpertShape, hits: float, rows: float) -> float:
+    def expert_bound(self, shape: ExpertShape, hits: float, rows: float, dtype: str) -> float:
         D, F = shape.hidden, shape.inter
-        nbytes = hits * 3 * D * F * WEIGHTS[self.weights] + 2 * rows * (4 * D + 3 * F)
-        return self.bound(nbytes, 6 * rows * D * F, self.weights)
+        nbytes = hits * 3 * D * F * WEIGHTS[dtype] + 2 * rows * (4 * D + 3 * F)
+        return self.bound(nbytes, 6 * rows * D * F, dtype)
 
     def decode_bound(self, shape: HeadShape, batch: float, length: float) -> float:
         size = WEIGHTS[self.cache]
@@ -161,7 +173,7 @@ class Kernels:
         """Returns the time of `[m, k] x [k, n]`."""
         if m <= 0:
             return NONE
-        return self._carried("gemm", (n, k), self.gemm_bound(m, n, k), m)
+        return self._carried("gemm", (n, k), self.gemm_bound(m, n, k, self.dense), m)
 
     def experts(self, shape: ExpertShape, hits: float, rows: float) -> Estimate:
         """Returns the time of a device's experts in one layer: permutation, products, weighted sum.
@@ -172,7 +184,7 @@ class Kernels:
         """
         if rows <= 0:
             return NONE
-        bound = self.expert_bound(shape, hits, rows)
+        bound = self.expert_bound(shape, hits, rows, self.weights)
         return self._carried("experts", shape, bound, rows / shape.experts)
 
     def decode(self, shape: HeadShape, batch: float, length: float) -> Estimate:
@@ -252,11 +264,11 @@ class Kernels:
             seconds, total = seconds + weight * (curve.floor + bound * slowness), total + weight
         return Estimate(seconds / total, "nearest")
 
-    def _curves(self, kind: str, **wanted: str) -> list[tuple[dict[str, str], Curve, float]]:
+    def _curves(self, kind: str, **wanted: str) -> list[_Found]:
         """Returns a table's curves of the wanted keys with what their stack adds to the distance."""
         device = "h100" if self.prefix == "h200" and kind != "moe" else self.prefix
         table = load(device, kind) if device else None
-        found: list[tuple[dict[str, str], Curve, float]] = []
+        found: list[_Found] = []
         if table is None:
             return found
         for key, curve in table.curves.items():
@@ -274,23 +286,31 @@ class Kernels:
         best = min((other for *_, other in found), default=0.0)
         return [(fields, curve, other - best) for fields, curve, other in found]
 
+    def _of_dtype(self, kind: str, wanted: str, **keys: str) -> tuple[str, list[_Found]]:
+        """Returns curves of a dtype, or of one that is computed with like it, and which it is."""
+        for dtype in dict.fromkeys((wanted, *_LIKE.get(wanted, ()), "bf16")):
+            if found := self._curves(kind, dtype=dtype, **keys):
+                return dtype, found
+        return wanted, []
+
     @staticmethod
-    def _floor(found: list[tuple[dict[str, str], Curve, float]]) -> float:
+    def _floor(found: list[_Found]) -> float:
         return min((min(curve.seconds) for _, curve, _ in found), default=0.0)
 
     def _gemms(self, n: int, k: int) -> list[_Curve]:
-        curves, found = [], self._curves("gemm", dtype=self.dense)
-        floor = self._floor(found)
+        dtype, found = self._of_dtype("gemm", self.dense)
+        curves, floor = [], self._floor(found)
         for fields, curve, other in found:
             rows, inner = int(fields["n"]), int(fields["k"])
-            bound = lambda m, n=rows, k=inner: self.gemm_bound(m, n, k)  # noqa: E731
+            bound = lambda m, n=rows, k=inner: self.gemm_bound(m, n, k, dtype)  # noqa: E731
             away = abs(math.log(rows / n)) + abs(math.log(inner / k))
             curves.append(_Curve(_away(away, other), curve.at, bound, curve.measured, floor))
         return curves
 
     def _experts(self, hidden: int, inter: int, experts: int) -> list[_Curve]:
-        curves, found = [], self._curves("moe", dtype=self.weights, ep="1")
-        floor, even = self._floor(found), {fields["stack"] for fields, *_ in found if fields["skew"] == "0"}
+        dtype, found = self._of_dtype("moe", self.weights, ep="1")
+        curves, floor = [], self._floor(found)
+        even = {fields["stack"] for fields, *_ in found if fields["skew"] == "0"}
         for fields, curve, other in found:
             if fields["skew"] != ("0" if fields["stack"] in even else "1.01"):
                 continue
@@ -300,7 +320,7 @@ class Kernels:
 
             def bound(rows: float, local: ExpertShape = local, k: int = k, loads: Loads = loads) -> float:
                 whole = max(float(k), rows * local.experts)
-                return self.expert_bound(local, loads.at(math.ceil(whole / k)).hits, whole)
+                return self.expert_bound(local, loads.at(math.ceil(whole / k)).hits, whole, dtype)
 
             at = lambda rows, c=curve, E=E, k=k: c.at(max(1.0, rows * E / k))  # noqa: E731
             cell = lambda rows, c=curve, E=E, k=k: c.measured(round(rows * E / k, 6))  # noqa: E731

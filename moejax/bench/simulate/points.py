@@ -295,7 +295,7 @@ _READERS = {"e2e_trtllm": _trtllm, "e2e_points": _single, "e2e_gpustack": _gpust
 def calibration_ids(folder: Path = FOLDER) -> dict[str, str]:
     """Returns the ids of the points that constants are chosen on, with what each is for."""
     path = folder / CALIBRATION
-    return {row["id"]: row["use"] for row in rows_of(path)} if path.exists() else {}
+    return {row["id"]: row["fits"] for row in rows_of(path)} if path.exists() else {}
 
 
 # -- what the simulator says -------------------------------------------------------------------------------
@@ -386,7 +386,8 @@ def simulate_point(point: Point, calibration: Calibration, law: RoutingLaw | Non
     room = device_room(model, point.parallel, engine, kernels, stack.share)
     groups, blocks = point.parallel.data_groups, room.blocks
     if not stack.evicts:
-        seqs = max(1, min(seqs, blocks // math.ceil(sum(longest) / _BLOCK)))
+        kept = sum(size if isinstance(size, int) else size.mean or 0 for size in (point.prompt, point.output))
+        seqs = max(1, min(seqs, int(blocks // math.ceil(kept / _BLOCK))))
     merged = _merged(point, seqs, tokens, groups)
     engine = dataclasses.replace(
         engine, max_num_seqs=max(1, seqs // merged), max_num_batched_tokens=max(1, tokens // merged)
