@@ -31,8 +31,8 @@ class Calibration(NamedTuple):
 
 
 def load_calibration(device: str, stack: str) -> Calibration:
-    """Returns what is known of a stack on a device kind: its own constants; without them the stack's on another
-    kind; without these the defaults of `HostCosts`. Widths are the kind's own, or `SPREADS`.
+    """Returns what is known of a stack on a device kind: its own constants; without them the stack's on
+    another kind; without these the defaults of `HostCosts`. Widths are the kind's own, or `SPREADS`.
 
     Raises:
         ConfigError: the file of constants cannot be read.
@@ -44,7 +44,9 @@ def load_calibration(device: str, stack: str) -> Calibration:
     if not known:
         return Calibration(HostCosts(), spreads, "default")
     (entry,) = known
-    return Calibration(HostCosts(**entry["host"]), spreads, f"{stack} on {entry['device']}, {content['date']}")
+    return Calibration(
+        HostCosts(**entry["host"]), spreads, f"{stack} on {entry['device']}, {content['date']}"
+    )
 
 
 @functools.cache

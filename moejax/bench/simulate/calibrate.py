@@ -1,6 +1,5 @@
 """Chooses engines' constants on published points that count in no error, and the widths of intervals."""
 
-import csv
 import dataclasses
 import datetime
 import json
@@ -11,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.bench.simulate.points import CALIBRATION, Point, read_points, simulate_point
+from moejax.bench.simulate.points import CALIBRATION, simulate_point
+from moejax.bench.simulate.published import Point, read_points
 from moejax.bench.simulate.tables import table_spreads
 from moejax.simulate.calibration import FILE, SPREADS, Calibration
 from moejax.simulate.step import HostCosts
@@ -30,11 +30,12 @@ Wanted = list[tuple[Point, str]]
 
 
 def calibrate(folder: Path = FOLDER, stacks: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns an entry for each device and stack of `calibration_points.csv`: `device`, `stack`, `host` (constants
-    other than the defaults), `points`, `residuals` (simulated over published, less 1, by point and metric).
+    """Returns an entry for each device and stack of `calibration_points.csv`: `device`, `stack`, `host`
+    (constants other than the defaults), `points`, and `residuals` (simulated over published time, less 1, by
+    point and metric).
 
-    A row of that file has a point's `id`, the `metric` that is fitted, and in `fits` which constants of its stack
-    are free. Of those each takes its turn over `GRIDS`, with `factor` so that the median of the points is met.
+    A row of that file has a point's `id`, the `metric` that is fitted, and in `fits` which constants of its
+    stack are free. Each takes its turn over `GRIDS`, with `factor` so that the median of the points is met.
 
     Args:
         stacks: those that are fitted; none: all.
@@ -56,8 +57,13 @@ def calibrate(folder: Path = FOLDER, stacks: Sequence[str] = ()) -> list[dict[st
             host, ratios = _fit(given, fits[device, stack])
             default = dataclasses.asdict(HostCosts())
             told = {k: float(f"{v:.3g}") for k, v in dataclasses.asdict(host).items() if v != default[k]}
-            named = {f"{point.id} {metric}": round(r - 1, 4) for (point, metric), r in zip(given, ratios, strict=True)}
-            entries.append({"device": device, "stack": stack, "host": told, "points": len(given), "residuals": named})
+            named = {
+                f"{point.id} {metric}": round(r - 1, 4)
+                for (point, metric), r in zip(given, ratios, strict=True)
+            }
+            entries.append(
+                {"device": device, "stack": stack, "host": told, "points": len(given), "residuals": named}
+            )
     return entries
 
 
@@ -74,8 +80,8 @@ def _fit(given: Wanted, fits: Sequence[str]) -> tuple[HostCosts, list[float]]:
 
 
 def _scaled(given: Wanted, host: HostCosts, free: bool) -> tuple[HostCosts, list[float]]:
-    """Returns costs with the factor at which the median point is met, if that is free, and simulated over published
-    time of each point."""
+    """Returns costs with the factor at which the median point is met, if that is free, and simulated over
+    published time of each point."""
     ratios = _ratios(given, host)
     for _ in range(2 * free):
         if abs(math.log(statistics.median(ratios))) < 0.005:
@@ -88,7 +94,7 @@ def _scaled(given: Wanted, host: HostCosts, free: bool) -> tuple[HostCosts, list
 def _ratios(given: Wanted, host: HostCosts) -> list[float]:
     ratios = []
     for point, metric in given:
-        simulated = simulate_point(point, Calibration(host, SPREADS, ""))["metrics"][metric]
+        simulated = simulate_point(point, Calibration(host, SPREADS, ""))[0][metric]
         ratio = simulated / point.published[metric]
         ratios.append(ratio if metric.endswith("_ms") else 1 / ratio)
     return ratios
@@ -99,9 +105,11 @@ def _misfit(ratios: Sequence[float]) -> float:
 
 
 def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns half of the relative widths of 90 % intervals: by device, operation and source from held-out cells of
-    its tables, and of "engine" what is left after the fit at the ninth of ten points (two more beyond a table)."""
-    left = sorted(abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1)
+    """Returns half of the relative widths of 90 % intervals: by device, operation and source from held-out
+    cells of its tables; and of "engine" what fits of several points leave at the ninth of ten."""
+    left = sorted(
+        abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1
+    )
     engine = left[min(len(left) - 1, int(0.9 * len(left)))] if left else 0.15
     told = {}
     for device in devices:
@@ -111,16 +119,10 @@ def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[st
     return told
 
 
-def write_calibration(entries: Sequence[dict[str, Any]], spreads: dict[str, Any], path: Path = FOLDER / FILE) -> None:
+def write_calibration(
+    entries: Sequence[dict[str, Any]], spreads: dict[str, Any], path: Path = FOLDER / FILE
+) -> None:
     """Writes what `load_calibration` reads."""
     date = datetime.date.today().isoformat()
     content = {"date": date, "points": CALIBRATION, "stacks": list(entries), "spreads": spreads}
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows of one kind as CSV, floats with four digits."""
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
