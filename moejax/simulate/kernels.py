@@ -8,7 +8,7 @@ from one number of expert ranks to another: what a rank computes is looked up as
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from moejax.core.errors import ConfigError, unknown
 from moejax.core.hardware import KNOWN, Hardware
 from moejax.perf.comm import wire_bytes
 from moejax.perf.links import latency, leaving
-from moejax.simulate.tables import Curve, Key, Source, load
+from moejax.simulate.routing import Loads, RoutingLaw
+from moejax.simulate.tables import Curve, Source, load
 
 TABLES = {"a100_80gb": "a100", "h100": "h100", "h200": "h200"}
 """Device kind → the prefix of its tables' names. Attention, products and links of an H200 are an H100's."""
@@ -31,12 +32,23 @@ WEIGHTS = {
 }
 """Bytes of a weight by the tables' name of its dtype, scales included."""
 
+_LIKE = {
+    "w8a16_int8": ("w4a16_int4",),
+    "fp8": ("fp8_block128",),
+    "fp8_block128": ("fp8",),
+    "w8a8_int8": ("fp8",),
+}
+"""Dtypes whose share of their bound stands in where one was not measured; then bfloat16's."""
+
 _PEAKS = {"fp8": "float8", "fp8_block128": "float8", "w8a8_int8": "int8"}
 
 _NEAR, _FAR, _OTHER_STACK, _SAME = 2, 2.5, 0.5, 1e-3
 """Curves of other shapes that an estimate is the mean of; the distance, a sum of logarithms of ratios, from
 which on none is near; how much further away another stack's counts, unless its shape is the same; and the
 distance below which it is."""
+
+_LAWS = {"0": RoutingLaw("even"), "1.01": RoutingLaw("power", {"exponent": 1.01})}
+"""Laws of a table's curves by their skew."""
 
 _HEAD_KEYS = {"heads": 1, "kv_heads": 1, "head_dim": 576}
 """Columns of a shape of heads, with what DeepSeek's latents have, of which tables of latent attention are."""
@@ -81,12 +93,18 @@ class _Curve(NamedTuple):
         away: distance from the shape that is asked for; 0 is the same one.
         seconds, bound: of the place.
         measured: whether the place is a cell.
+        floor: the least time that its table has, which no share of a bound goes below.
     """
 
     away: float
     seconds: Callable[..., float]
     bound: Callable[..., float]
     measured: Callable[..., bool]
+    floor: float
+
+
+_Found = tuple[dict[str, str], Curve, float]
+"""A curve with its keys and what its stack adds to the distance."""
 
 
 @dataclass
@@ -100,7 +118,7 @@ class Kernels:
         weights: the tables' name of the experts' dtype, and `dense` of all other weights'; `cache` of keys
             and values.
         launch_s: the least time of an operation that no table has, in seconds.
-        left_out: key of a curve that is not used, to hold it against what the others say.
+        left_out: tells of a curve's keys whether it is not used, to hold it against what the others say.
     """
 
     kind: str
@@ -110,7 +128,7 @@ class Kernels:
     cache: str = "bf16"
     launch_s: float = 2.5e-6
     hardware: Hardware = field(init=False)
-    left_out: Key | None = None
+    left_out: Callable[[Mapping[str, str]], bool] | None = None
     _near: dict[Any, list[_Curve]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -132,13 +150,13 @@ class Kernels:
         peak = peaks.get(_PEAKS.get(dtype, "bfloat16")) or peaks.get("bfloat16") or peaks["float16"]
         return max(nbytes / self.bandwidth, flops / peak)
 
-    def gemm_bound(self, m: float, n: float, k: float) -> float:
-        return self.bound(n * k * WEIGHTS[self.dense] + 2 * m * (n + k), 2 * m * n * k, self.dense)
+    def gemm_bound(self, m: float, n: float, k: float, dtype: str) -> float:
+        return self.bound(n * k * WEIGHTS[dtype] + 2 * m * (n + k), 2 * m * n * k, dtype)
 
-    def expert_bound(self, shape: ExpertShape, hits: float, rows: float) -> float:
+    def expert_bound(self, shape: ExpertShape, hits: float, rows: float, dtype: str) -> float:
         D, F = shape.hidden, shape.inter
-        nbytes = hits * 3 * D * F * WEIGHTS[self.weights] + 2 * rows * (4 * D + 3 * F)
-        return self.bound(nbytes, 6 * rows * D * F, self.weights)
+        nbytes = hits * 3 * D * F * WEIGHTS[dtype] + 2 * rows * (4 * D + 3 * F)
+        return self.bound(nbytes, 6 * rows * D * F, dtype)
 
     def decode_bound(self, shape: HeadShape, batch: float, length: float) -> float:
         size = WEIGHTS[self.cache]
@@ -155,7 +173,7 @@ class Kernels:
         """Returns the time of `[m, k] x [k, n]`."""
         if m <= 0:
             return NONE
-        return self._carried("gemm", (n, k), self.gemm_bound(m, n, k), m)
+        return self._carried("gemm", (n, k), self.gemm_bound(m, n, k, self.dense), m)
 
     def experts(self, shape: ExpertShape, hits: float, rows: float) -> Estimate:
         """Returns the time of a device's experts in one layer: permutation, products, weighted sum.
@@ -166,7 +184,7 @@ class Kernels:
         """
         if rows <= 0:
             return NONE
-        bound = self.expert_bound(shape, hits, rows)
+        bound = self.expert_bound(shape, hits, rows, self.weights)
         return self._carried("experts", shape, bound, rows / shape.experts)
 
     def decode(self, shape: HeadShape, batch: float, length: float) -> Estimate:
@@ -234,73 +252,98 @@ class Kernels:
             return Estimate(bound / EFFICIENCY[kind] + self.launch_s, "roofline")
         if near[0].away < _SAME:
             first = near[0]
-            scale, source = bound / first.bound(*place), "table" if first.measured(*place) else "interpolated"
-            same = 0.999 < scale < 1.001
-            return Estimate(first.seconds(*place) * scale, source if same else "nearest")  # type: ignore[arg-type]
-        weights = [1 / curve.away for curve in near]
-        slowness = sum(
-            weight * curve.seconds(*place) / curve.bound(*place)
-            for weight, curve in zip(weights, near, strict=True)
-        )
-        return Estimate(bound * slowness / sum(weights), "nearest")
+            source: Source = "table" if first.measured(*place) else "interpolated"
+            scale = bound / first.bound(*place)
+            if 0.999 < scale < 1.001:
+                return Estimate(first.seconds(*place), source)
+            return Estimate(first.floor + (first.seconds(*place) - first.floor) * scale, "nearest")
+        seconds = total = 0.0
+        for curve in near:
+            weight = 1 / curve.away
+            slowness = (curve.seconds(*place) - curve.floor) / curve.bound(*place)
+            seconds, total = seconds + weight * (curve.floor + bound * slowness), total + weight
+        return Estimate(seconds / total, "nearest")
 
-    def _curves(self, kind: str, **wanted: str) -> list[tuple[dict[str, str], Curve, float]]:
+    def _curves(self, kind: str, **wanted: str) -> list[_Found]:
         """Returns a table's curves of the wanted keys with what their stack adds to the distance."""
         device = "h100" if self.prefix == "h200" and kind != "moe" else self.prefix
         table = load(device, kind) if device else None
-        found: list[tuple[dict[str, str], Curve, float]] = []
+        found: list[_Found] = []
         if table is None:
             return found
         for key, curve in table.curves.items():
             fields = dict(zip(table.keys, key, strict=True))
             # Half of TensorRT-LLM's decodes are faster than the memory allows.
             impossible = kind == "attention_decode" and fields["stack"].startswith("trtllm")
-            if impossible or key == self.left_out or any(fields[name] != v for name, v in wanted.items()):
+            if impossible or any(fields[name] != value for name, value in wanted.items()):
                 continue
-            found.append((fields, curve, 0.0 if fields["stack"].startswith(self.stack) else _OTHER_STACK))
+            if self.left_out is not None and self.left_out(fields):
+                continue
+            stack = fields["stack"].split("-")[0]
+            # Of two that stand in vLLM's: its kernels are nearer to their bounds.
+            away = 0.0 if stack == self.stack else _OTHER_STACK + 0.1 * (stack == "sglang")
+            found.append((fields, curve, away))
         best = min((other for *_, other in found), default=0.0)
         return [(fields, curve, other - best) for fields, curve, other in found]
 
+    def _of_dtype(self, kind: str, wanted: str, **keys: str) -> tuple[str, list[_Found]]:
+        """Returns curves of a dtype, or of one that is computed with like it, and which it is."""
+        for dtype in dict.fromkeys((wanted, *_LIKE.get(wanted, ()), "bf16")):
+            if found := self._curves(kind, dtype=dtype, **keys):
+                return dtype, found
+        return wanted, []
+
+    @staticmethod
+    def _floor(found: list[_Found]) -> float:
+        return min((min(curve.seconds) for _, curve, _ in found), default=0.0)
+
     def _gemms(self, n: int, k: int) -> list[_Curve]:
-        curves = []
-        for fields, curve, other in self._curves("gemm", dtype=self.dense):
+        dtype, found = self._of_dtype("gemm", self.dense)
+        curves, floor = [], self._floor(found)
+        for fields, curve, other in found:
             rows, inner = int(fields["n"]), int(fields["k"])
-            bound = lambda m, n=rows, k=inner: self.gemm_bound(m, n, k)  # noqa: E731
+            bound = lambda m, n=rows, k=inner: self.gemm_bound(m, n, k, dtype)  # noqa: E731
             away = abs(math.log(rows / n)) + abs(math.log(inner / k))
-            curves.append(_Curve(_away(away, other), curve.at, bound, curve.measured))
+            curves.append(_Curve(_away(away, other), curve.at, bound, curve.measured, floor))
         return curves
 
     def _experts(self, hidden: int, inter: int, experts: int) -> list[_Curve]:
-        curves = []
-        for fields, curve, other in self._curves("moe", dtype=self.weights, ep="1", skew="0"):
+        dtype, found = self._of_dtype("moe", self.weights, ep="1")
+        curves, floor = [], self._floor(found)
+        even = {fields["stack"] for fields, *_ in found if fields["skew"] == "0"}
+        for fields, curve, other in found:
+            if fields["skew"] != ("0" if fields["stack"] in even else "1.01"):
+                continue
             D, F, k, E = (int(fields[name]) for name in ("hidden", "inter", "topk", "experts"))
             local = ExpertShape(D, F // int(fields["tp"]), E)
+            loads = _LAWS[fields["skew"]].loads(E, k, 1)
 
-            def bound(rows: float, local: ExpertShape = local, k: int = k) -> float:
+            def bound(rows: float, local: ExpertShape = local, k: int = k, loads: Loads = loads) -> float:
                 whole = max(float(k), rows * local.experts)
-                return self.expert_bound(local, min(local.experts, whole), whole)
+                return self.expert_bound(local, loads.at(math.ceil(whole / k)).hits, whole, dtype)
 
             at = lambda rows, c=curve, E=E, k=k: c.at(max(1.0, rows * E / k))  # noqa: E731
             cell = lambda rows, c=curve, E=E, k=k: c.measured(round(rows * E / k, 6))  # noqa: E731
             away = abs(math.log(D / hidden)) + abs(math.log(local.inter / inter))
             away += 0.5 * abs(math.log(E / experts))
-            curves.append(_Curve(_away(away, other), at, bound, cell))
+            curves.append(_Curve(_away(away, other), at, bound, cell, floor))
         return curves
 
     def _heads(self, phase: str, heads: int, kv_heads: int, head_dim: int, vectors: int) -> list[_Curve]:
         grids: dict[tuple[str, HeadShape], tuple[dict[int, Curve], float]] = {}
         kind = f"attention_{phase}" if vectors == 2 else f"mla_{phase}"
         wanted = {"kv_dtype": "bf16" if phase == "prefill" else self.cache} if vectors == 2 else {}
-        for fields, curve, other in self._curves(kind, **wanted):
+        found = self._curves(kind, **wanted)
+        for fields, curve, other in found:
             sizes = {name: int(fields.get(name, latent)) for name, latent in _HEAD_KEYS.items()}
             shape = HeadShape(**sizes, vectors=vectors)
             grid, _ = grids.setdefault((fields["stack"], shape), ({}, other))
             grid[int(fields["batch"])] = curve
-        curves = []
+        curves, floor = [], self._floor(found)
         for (_, shape), (grid, other) in grids.items():
             away = abs(math.log(shape.heads / shape.kv_heads * kv_heads / heads))
             away += 0.5 * abs(math.log(shape.kv_heads / kv_heads)) + abs(math.log(shape.head_dim / head_dim))
-            curves.append(_grid(_away(away, other), grid, shape, self._attention_bound(phase)))
+            curves.append(_grid(_away(away, other), grid, shape, self._attention_bound(phase), floor))
         return curves
 
     def _attention_bound(self, phase: str) -> Callable[[HeadShape, float, float], float]:
@@ -340,7 +383,11 @@ def _away(shape: float, other: float) -> float:
 
 
 def _grid(
-    away: float, grid: dict[int, Curve], shape: HeadShape, bound: Callable[[HeadShape, float, float], float]
+    away: float,
+    grid: dict[int, Curve],
+    shape: HeadShape,
+    bound: Callable[[HeadShape, float, float], float],
+    floor: float,
 ) -> _Curve:
     """Returns curves of several batch sizes as one over (sequences times key/value heads, length): as much is
     computed side by side there as elsewhere with as many."""
@@ -354,10 +401,8 @@ def _grid(
         if place == 0 or batches[place] == batch:
             return grid[batches[place]].at(length)
         low, high = batches[place - 1], batches[place]
-        share = math.log(batch / low) / math.log(high / low)
-        return math.exp(
-            (1 - share) * math.log(grid[low].at(length)) + share * math.log(grid[high].at(length))
-        )
+        share = (batch - low) / (high - low)
+        return (1 - share) * grid[low].at(length) + share * grid[high].at(length)
 
     return _Curve(
         away,
@@ -366,4 +411,5 @@ def _grid(
         lambda work, length: (
             work / shape.kv_heads in grid and grid[int(work / shape.kv_heads)].measured(length)
         ),
+        floor,
     )

@@ -119,7 +119,9 @@ class Loads:
         low, high = (0.01, 2.0) if tokens * k <= E else (1.0, 0.8 * tokens)
         u = rng.random((64, E))
         loads = ((high ** (1 - a) - low ** (1 - a)) * u + low ** (1 - a)) ** (1 / (1 - a))
-        if tokens * k <= 4 * E:  # too few to be rounded
-            return rng.multinomial(tokens * k, loads / loads.sum(axis=1, keepdims=True))
-        loads *= tokens * k / loads.sum(axis=1, keepdims=True)
-        return np.minimum(np.rint(loads), tokens)
+        counts = np.minimum(np.rint(loads * (tokens * k / loads.sum(axis=1, keepdims=True))), tokens)
+        # What rounding adds is taken from the least, what it takes is given to the most loaded.
+        order = np.argsort(np.argsort(-counts, axis=1, kind="stable"), axis=1, kind="stable")
+        missing = tokens * k - counts.sum(axis=1, keepdims=True)
+        used = np.count_nonzero(counts, axis=1, keepdims=True)
+        return counts + (order < missing) - ((order < used) & (order >= used + missing))

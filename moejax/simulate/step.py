@@ -257,11 +257,12 @@ def relative_spread(parts: Iterable[Part], spreads: Mapping[str, Mapping[str, fl
     """Returns half of the relative width of a duration's 90 % interval, kinds of operations independent.
 
     Args:
-        spreads: kind of operation → source → half of its relative width.
+        spreads: kind of operation → source → half of its relative width; "engine" → "all" is of the whole.
     """
     by_op: defaultdict[str, float] = defaultdict(float)
     total = 0.0
     for part in parts:
         total += part.seconds
         by_op[part.op] += part.seconds * spreads.get(part.op, {}).get(part.source, 0.5)
-    return math.sqrt(sum(width**2 for width in by_op.values())) / total if total else 0.0
+    engine = total * spreads.get("engine", {}).get("all", 0.0)
+    return math.hypot(engine, *by_op.values()) / total if total else 0.0

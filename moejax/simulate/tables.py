@@ -2,8 +2,8 @@
 there) and interpolated. Host arithmetic without NumPy, since it runs in every simulated step.
 
 A row of a table is a curve: key columns, then one column for each value of the axis, in microseconds of one
-layer on one device. Between two points a time is a straight line in logarithms; below the first it is the
-first, above the last it grows in proportion.
+layer on one device. Between two points a time is a straight line over the work that an axis value stands for;
+below the first it is the first, above the last it grows in proportion to the work.
 """
 
 import csv
@@ -11,7 +11,7 @@ import functools
 import gzip
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,29 +27,44 @@ of its bound, or a bound with an efficiency alone."""
 Key = tuple[str, ...]
 
 
+_TILE, _TOKEN = 64, 1000
+
+
+def _tiles(rows: float) -> float:
+    """Work of a product: its rows, in whole tiles."""
+    return rows if rows <= _TILE else math.ceil(rows / _TILE) * _TILE
+
+
+def _pairs(length: float) -> float:
+    """Work of attention over a prompt: every pair, and what a token alone costs (in pairs)."""
+    return length * (length + _TOKEN)
+
+
 class Curve:
     """Seconds over an axis.
 
     Args:
         points: rising axis values with microseconds above 0.
+        work: what a value's time is a straight line over.
     """
 
-    __slots__ = ("logs", "seconds", "xs")
+    __slots__ = ("seconds", "work", "xs")
 
-    def __init__(self, points: list[tuple[float, float]]) -> None:
+    def __init__(self, points: list[tuple[float, float]], work: Callable[[float], float] = float) -> None:
         self.xs = [x for x, _ in points]
         self.seconds = [1e-6 * us for _, us in points]
-        self.logs = [(math.log(x), math.log(s)) for x, s in zip(self.xs, self.seconds, strict=True)]
+        self.work = work
 
     def at(self, x: float) -> float:
         """Returns the seconds at `x` > 0."""
-        place = bisect_left(self.xs, x)
+        place, work = bisect_left(self.xs, x), self.work
         if place == len(self.xs):
-            return self.seconds[-1] * x / self.xs[-1]
+            return self.seconds[-1] * work(x) / work(self.xs[-1])
         if place == 0 or self.xs[place] == x:
             return self.seconds[place]
-        (x0, y0), (x1, y1) = self.logs[place - 1], self.logs[place]
-        return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))
+        low, high = work(self.xs[place - 1]), work(self.xs[place])
+        share = (work(x) - low) / (high - low) if high > low else 0.0
+        return self.seconds[place - 1] * (1 - share) + self.seconds[place] * share
 
     def measured(self, x: float) -> bool:
         """Tells whether `x` is a point of the curve."""
@@ -58,9 +73,8 @@ class Curve:
 
     def without(self, place: int) -> "Curve":
         """Returns the curve with one point left out."""
-        return Curve(
-            [(x, 1e6 * s) for i, (x, s) in enumerate(zip(self.xs, self.seconds, strict=True)) if i != place]
-        )
+        cells = enumerate(zip(self.xs, self.seconds, strict=True))
+        return Curve([(x, 1e6 * s) for i, (x, s) in cells if i != place], self.work)
 
 
 class Table(NamedTuple):
@@ -88,7 +102,9 @@ def rows_of(path: Path) -> Iterator[dict[str, str]]:
         raise ConfigError(f"{path} cannot be read as a table: {error}") from None
 
 
-def read_table(path: Path, axis: str, least_ratio: float = 0.0) -> Table:
+def read_table(
+    path: Path, axis: str, least_ratio: float = 0.0, work: Callable[[float], float] = float
+) -> Table:
     """Reads a file of curves.
 
     Args:
@@ -114,12 +130,14 @@ def read_table(path: Path, axis: str, least_ratio: float = 0.0) -> Table:
         if key in curves:
             raise ConfigError(f"{path}: line {number} repeats the key {','.join(key)}")
         after = [us for _, us in cells[1:]] + [math.inf]
-        curves[key] = Curve([c for c, later in zip(cells, after, strict=True) if later >= least_ratio * c[1]])
+        kept = [cell for cell, later in zip(cells, after, strict=True) if later >= least_ratio * cell[1]]
+        curves[key] = Curve(kept, work)
     if not curves:
         raise ConfigError(f"{path} has no rows")
     return Table(path.name, keys, curves)
 
 
+_WORK = {"gemm": _tiles, "attention_prefill": _pairs, "mla_prefill": _pairs}
 _AXES = {"moe": "t", "attention": "n", "mla": "n", "gemm": "m", "collectives": "b"}
 
 
@@ -129,4 +147,5 @@ def load(device: str, kind: str) -> Table | None:
     path = FOLDER / f"{device}_{kind}.csv.gz"
     # TensorRT-LLM's experts have cells three to ten times too slow.
     ratio = 0.6 if kind.startswith("moe") else 0.0
-    return read_table(path, _AXES[kind.split("_")[0]], ratio) if path.exists() else None
+    axis, work = _AXES[kind.split("_")[0]], _WORK.get(kind, float)
+    return read_table(path, axis, ratio, work) if path.exists() else None

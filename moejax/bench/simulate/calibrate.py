@@ -1,0 +1,128 @@
+"""Chooses engines' constants on published points that count in no error, and the widths of intervals."""
+
+import dataclasses
+import datetime
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.bench.simulate.points import CALIBRATION, simulate_point
+from moejax.bench.simulate.published import Point, read_points
+from moejax.bench.simulate.tables import table_spreads
+from moejax.simulate.calibration import FILE, SPREADS, Calibration
+from moejax.simulate.step import HostCosts
+from moejax.simulate.tables import FOLDER, rows_of
+
+GRIDS: dict[str, tuple[float, ...]] = {
+    "step_s": (0.0, 3e-4, 1e-3, 3e-3, 1e-2),
+    "row_s": (0.0, 5e-6, 2e-5, 5e-5, 1e-4),
+    "token_s": (0.0, 1e-5, 3e-5, 5e-5),
+    "layer_s": (0.0, 1e-4, 3e-4, 1e-3),
+    "request_s": (0.0, 3e-3, 1e-2, 3e-2, 1e-1),
+}
+"""What is tried for each constant, in seconds; `factor` follows from the others."""
+
+Wanted = list[tuple[Point, str]]
+
+
+def calibrate(folder: Path = FOLDER, stacks: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns an entry for each device and stack of `calibration_points.csv`: `device`, `stack`, `host`
+    (constants other than the defaults), `points`, and `residuals` (simulated over published time, less 1, by
+    point and metric).
+
+    A row of that file has a point's `id`, the `metric` that is fitted, and in `fits` which constants of its
+    stack are free. Each takes its turn over `GRIDS`, with `factor` so that the median of the points is met.
+
+    Args:
+        stacks: those that are fitted; none: all.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    points = {point.id: point for point in read_points(folder)}
+    wanted: defaultdict[tuple[str, str], Wanted] = defaultdict(list)
+    fits: dict[tuple[str, str], tuple[str, ...]] = {}
+    for row in rows_of(folder / CALIBRATION):
+        point = points[row["id"]]
+        key = point.device, point.stack
+        wanted[key].append((point, row["metric"]))
+        fits[key] = tuple(row["fits"].split())
+    entries = []
+    for (device, stack), given in wanted.items():
+        if not stacks or stack in stacks:
+            host, ratios = _fit(given, fits[device, stack])
+            default = dataclasses.asdict(HostCosts())
+            told = {k: float(f"{v:.3g}") for k, v in dataclasses.asdict(host).items() if v != default[k]}
+            named = {
+                f"{point.id} {metric}": round(r - 1, 4)
+                for (point, metric), r in zip(given, ratios, strict=True)
+            }
+            entries.append(
+                {"device": device, "stack": stack, "host": told, "points": len(given), "residuals": named}
+            )
+    return entries
+
+
+def _fit(given: Wanted, fits: Sequence[str]) -> tuple[HostCosts, list[float]]:
+    host, ratios = _scaled(given, HostCosts(), "factor" in fits)
+    for name in fits:
+        if name == "factor":
+            continue
+        for value in GRIDS[name]:
+            tried, found = _scaled(given, dataclasses.replace(host, **{name: value}), "factor" in fits)
+            if _misfit(found) < 0.98 * _misfit(ratios):
+                host, ratios = tried, found
+    return host, ratios
+
+
+def _scaled(given: Wanted, host: HostCosts, free: bool) -> tuple[HostCosts, list[float]]:
+    """Returns costs with the factor at which the median point is met, if that is free, and simulated over
+    published time of each point."""
+    ratios = _ratios(given, host)
+    for _ in range(2 * free):
+        if abs(math.log(statistics.median(ratios))) < 0.005:
+            break
+        host = dataclasses.replace(host, factor=host.factor / statistics.median(ratios))
+        ratios = _ratios(given, host)
+    return host, ratios
+
+
+def _ratios(given: Wanted, host: HostCosts) -> list[float]:
+    ratios = []
+    for point, metric in given:
+        simulated = simulate_point(point, Calibration(host, SPREADS, ""))[0][metric]
+        ratio = simulated / point.published[metric]
+        ratios.append(ratio if metric.endswith("_ms") else 1 / ratio)
+    return ratios
+
+
+def _misfit(ratios: Sequence[float]) -> float:
+    return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
+
+
+def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns half of the relative widths of 90 % intervals: by device, operation and source from held-out
+    cells of its tables; and of "engine" what fits of several points leave at the ninth of ten."""
+    left = sorted(
+        abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1
+    )
+    engine = left[min(len(left) - 1, int(0.9 * len(left)))] if left else 0.15
+    told = {}
+    for device in devices:
+        measured = table_spreads(device)
+        spreads = {op: {**SPREADS[op], **measured.get(op, {})} for op in SPREADS}
+        told[device] = {**spreads, "engine": {"all": round(engine, 3)}}
+    return told
+
+
+def write_calibration(
+    entries: Sequence[dict[str, Any]], spreads: dict[str, Any], path: Path = FOLDER / FILE
+) -> None:
+    """Writes what `load_calibration` reads."""
+    date = datetime.date.today().isoformat()
+    content = {"date": date, "points": CALIBRATION, "stacks": list(entries), "spreads": spreads}
+    path.write_text(json.dumps(content, indent=1) + "\n")
