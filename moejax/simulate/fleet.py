@@ -12,7 +12,7 @@ from moejax.core.checked import (
     OpenShare,
     PositiveInt,
     PositiveNumber,
-)  # fmt: skip
+)
 from moejax.core.errors import ConfigError
 from moejax.simulate.routers import DISPATCHES, ROUTERS
 

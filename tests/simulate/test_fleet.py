@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moejax.bench.backends.simulated import FleetCosts, SimulatedBackend
+from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
@@ -116,7 +117,7 @@ def test_a_sender_sends_one_after_another_and_one_token_needs_no_link() -> None:
     gaps = [output.metrics.itl[0] for output in outputs]
     assert gaps[1] - gaps[0] == pytest.approx(6e-3, abs=2 * (STEP + 2 * ROW))
     (single,) = backend.generate([[1] * 96], [SamplingParams(max_tokens=1)])
-    assert single.outputs[0].finish_reason == "length" and backend.accounts.sent == 2
+    assert single.outputs[0].finish_reason == "length" and backend.sent["times"] == 2
 
 
 def test_who_finds_no_block_waits_and_is_not_computed_again() -> None:
@@ -138,6 +139,12 @@ def test_a_decode_replica_takes_over_what_its_prefix_cache_has_in_place() -> Non
     for replica in backend.replicas:
         replica.engine.scheduler.check_integrity()
     assert backend.replicas[1].runner.phase_s.keys() == {"decode"}
+
+
+@pytest.mark.parametrize("name", ["pools", "a lost replica"])
+def test_static_batching(name: str) -> None:
+    engine = EngineConfig(**{**vars(ENGINE), "batching": "static"})
+    serve(fleet_of(FLEETS[name], engine=engine, link=Link(1e-4, 1e9), block_bytes=1e5))
 
 
 def test_sites_add_their_way_there_and_back_to_the_first_token_alone() -> None:

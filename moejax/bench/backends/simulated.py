@@ -12,135 +12,22 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.replica import FleetCosts, FleetRequest, Replica
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.core import Engine
-from moejax.engine.requests.api import (
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOptions,
-    RequestOutput,
-    SamplingParams,
-)
+from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.output import OutputProcessor
-from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.sequence import Sequence as Sample
 from moejax.engine.stats import StepRecord
-from moejax.results.metrics import RequestRecord, Slo
-from moejax.simulate.fleet import Fleet, Link
-from moejax.simulate.routers import DISPATCHES, ROUTERS, Load, Router, SiteLoad, desired_replicas
+from moejax.results.metrics import RequestRecord
+from moejax.simulate.fleet import Fleet
+from moejax.simulate.routers import DISPATCHES, ROUTERS, Router, SiteLoad, desired_replicas
 from moejax.simulate.runner import CostModelRunner, VirtualClock
-
-
-@dataclass(eq=False)
-class Replica:
-    """One engine with its runner and clock.
-
-    Attributes:
-        part: "prefill", "decode" or "both"; `site` by number.
-        since, ready_at, ended: instants from which it is paid for, from which it serves, and when it went.
-        draining: it gets no more requests.
-        link_free: when it can send the next keys and values.
-    """
-
-    engine: Engine
-    runner: CostModelRunner
-    clock: VirtualClock
-    part: str = "both"
-    site: int = 0
-    since: float = 0.0
-    ready_at: float = 0.0
-    ended: float | None = None
-    draining: bool = False
-    link_free: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self.ended is None and not self.engine.scheduler.idle
-
-    def load(self) -> Load:
-        """Returns what routers go by."""
-        scheduler = self.engine.scheduler
-        blocks = scheduler.allocator
-        return Load(len(scheduler.running), scheduler.num_waiting, blocks.num_used / blocks.num_blocks)
-
-
-class FleetRequest(RequestState):
-    """A request that one replica after another may serve: the end of a part is not its own.
-
-    Args:
-        sample: its tokens and limits.
-        site: number of the site that serves it, `back_s` seconds from the users.
-    """
-
-    def __init__(
-        self, output: RequestOutput, builder: OutputProcessor, sample: Sample, site: int, back_s: float
-    ) -> None:
-        super().__init__(output, [builder])
-        self.attach([sample])
-        self.site, self.back_s, self.whole = site, back_s, sample.max_length
-        self.replica: Replica | None = None
-        self.on_part: Callable[[FleetRequest, float], None] = lambda request, now: None
-
-    def take(
-        self, index: int, token: int, logprob: Logprob | None, reason: FinishReason | None, now: float
-    ) -> bool:
-        part = reason == "length" and self.sequences[index].max_length < self.whole
-        ended = super().take(index, token, logprob, None if part else reason, now + self.back_s)
-        if part:
-            self.on_part(self, now)
-        return ended
-
-    def renew(self, imported: int = 0, alone: bool = False) -> Sample:
-        """Returns it as a new sequence with the tokens that it has, of which so many come computed; `alone`:
-        it ends with the next one."""
-        old, output = self.sequences[0], self.output
-        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        limit = len(tokens) + 1 if alone else self.whole
-        sample = Sample(tokens, old.prompt_len, old.params, limit, old.order, imported=imported)
-        sample.options, sample.arrival, sample.identity = old.options, old.arrival, old.identity
-        sample.preemptions = old.preemptions
-        self.attach([sample])
-        return sample
-
-
-@dataclass
-class Accounts:
-    """What a fleet's requests cost besides steps: keys and values sent, in bytes of all devices and seconds
-    of links, and requests that were begun anew."""
-
-    sent: int = 0
-    sent_bytes: float = 0.0
-    sent_s: float = 0.0
-    requeued: int = 0
-
-
-@dataclass(frozen=True)
-class FleetCosts:
-    """What a fleet is of.
-
-    Attributes:
-        link: between pools, of each device.
-        block_bytes: of a cache block on a device; `senders` devices have a part of each sequence.
-        devices: of a replica.
-        load_s: seconds until a replica's weights are read.
-        request_s: of each request that no replica is busy with: socket and tokenizer.
-        slo: objectives that autoscaling aims at.
-    """
-
-    link: Link = field(default_factory=Link)
-    block_bytes: float = 0.0
-    senders: int = 1
-    devices: int = 1
-    load_s: float = 0.0
-    request_s: float = 0.0
-    slo: Slo = field(default_factory=Slo)
 
 
 class SimulatedBackend(Backend):
@@ -165,7 +52,8 @@ class SimulatedBackend(Backend):
         self.vocab_size, self.encode, self.checkpoint, self.seed = model.vocab_size, None, None, None
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self.max_num_seqs, self.batching = config.max_num_seqs, config.batching
-        self.fleet, self.costs, self.accounts = fleet or Fleet(), costs or FleetCosts(), Accounts()
+        self.fleet, self.costs = fleet or Fleet(), costs or FleetCosts()
+        self.sent: defaultdict[str, float] = defaultdict(float)  # between pools: times, bytes, seconds
         self.now = 0.0
         self._on_step: Callable[[StepRecord], None] | None = None
         self._routers: defaultdict[tuple[str, int], Router] = defaultdict(ROUTERS[self.fleet.router])
@@ -174,7 +62,7 @@ class SimulatedBackend(Backend):
         self._sent: dict[str, FleetRequest] = {}
         self._at_site: Counter[int] = Counter()
         self._ended: list[RequestOutput] = []  # since the last look
-        self._completed = self._tokens = 0
+        self._completed = self._tokens = self._requeued = 0
         self._fails = math.inf if self.fleet.fail.at_s is None else self.fleet.fail.at_s
         self._looks = self.fleet.autoscale.interval_s if self.fleet.autoscale.max else math.inf
         self._changed = -math.inf
@@ -314,9 +202,8 @@ class SimulatedBackend(Backend):
         start = max(now, sender.link_free)
         sender.link_free = start + sent / costs.link.bandwidth
         there = sender.link_free + costs.link.latency_s
-        self.accounts.sent += 1
-        self.accounts.sent_bytes += sent * costs.senders
-        self.accounts.sent_s += there - start
+        for name, amount in (("times", 1), ("bytes", sent * costs.senders), ("seconds", there - start)):
+            self.sent[name] += amount
         request.replica = None
         self._at(there, lambda then: self._place(request, request.renew(known), "decode", then))
 
@@ -356,7 +243,7 @@ class SimulatedBackend(Backend):
         for request in list(self._sent.values()):
             if request.replica is replica:
                 request.replica, again = None, replica.ended
-                self.accounts.requeued += 1
+                self._requeued += 1
                 self._at(again, lambda then, request=request: self._begin(request, then))  # type: ignore[misc]
 
     def _scale(self, now: float) -> None:
@@ -367,9 +254,7 @@ class SimulatedBackend(Backend):
         ended, self._ended = self._ended, []
         if len(serving) < len(live) or (live and now - self._changed < goal.cooldown_s):
             return
-        loads = [replica.load() for replica in serving]
-        most = self.config.max_num_seqs
-        use = sum(max(load.requests / most, load.cache_use) for load in loads) / max(1, len(loads))
+        use = sum(replica.use() for replica in serving) / max(1, len(serving))
         pressure = self._pressure(ended, last, now)
         wanted = desired_replicas(len(live), pressure, use, least=goal.min, most=goal.max)
         if wanted == len(live):
@@ -383,20 +268,15 @@ class SimulatedBackend(Backend):
 
     def _pressure(self, ended: Sequence[RequestOutput], last: float, now: float) -> float:
         """Returns what was observed since an instant over what is allowed, see `desired_replicas`."""
-        goal, waits, missed = self.fleet.autoscale, list[float](), list[bool]()
-        for output in (*ended, *(request.output for request in self._sent.values())):
-            times = output.metrics
-            if times.scheduled_time is None or times.scheduled_time >= last:
-                waits.append(
-                    (now if times.scheduled_time is None else times.scheduled_time) - times.arrival_time
-                )
+        goal, slo, asked = self.fleet.autoscale, self.costs.slo, [r.output for r in self._sent.values()]
         if goal.queue_ms is not None:
+            times = [output.metrics for output in (*ended, *asked)]
+            begun = [(now if t.scheduled_time is None else t.scheduled_time, t.arrival_time) for t in times]
+            waits = [begin - arrival for begin, arrival in begun if begin >= last]
             return 1e3 * sum(waits) / len(waits) / goal.queue_ms if waits else 0.0
-        slo, limit = self.costs.slo, self.costs.slo.ttft_ms or math.inf
-        missed += [not slo.met_by(RequestRecord.from_output(output)) for output in ended]
-        late = (1e3 * (now - request.output.metrics.arrival_time) > limit
-                for request in self._sent.values() if not request.output.metrics.token_times)  # fmt: skip
-        missed += [True for each in late if each]
+        missed = [not slo.met_by(RequestRecord.from_output(output)) for output in ended]
+        waiting = [now - output.metrics.arrival_time for output in asked if not output.metrics.token_times]
+        missed += [True for wait in waiting if 1e3 * wait > (slo.ttft_ms or math.inf)]
         return sum(missed) / len(missed) / (1 - (goal.attainment or 0.0)) if missed else 0.0
 
     # -- facts ---------------------------------------------------------------------------------------------
@@ -460,9 +340,9 @@ class SimulatedBackend(Backend):
         row: dict[str, Any] = {
             "replicas": max(itertools.accumulate(change for _, change in sorted(changes))),
             "device_seconds": sum(alive),
-            "requeued": self.accounts.requeued,
-            "kv_sent_bytes": self.accounts.sent_bytes,
-            "mean_kv_sent_ms": 1e3 * self.accounts.sent_s / max(1, self.accounts.sent),
+            "requeued": self._requeued,
+            "kv_sent_bytes": self.sent["bytes"],
+            "mean_kv_sent_ms": 1e3 * self.sent["seconds"] / max(1, self.sent["times"]),
         }
         tokens = self._tokens
         if tokens and (power.idle_w or power.prefill_w or power.decode_w):

@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moejax.bench.backends.simulated import FleetCosts, SimulatedBackend
+from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.simulate.config import SimulateSection
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError

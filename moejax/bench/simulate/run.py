@@ -26,7 +26,8 @@ from moejax.simulate.tables import SOURCES
 
 WITH_INTERVAL = (
     "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-    "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput", "request_goodput",
+    "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput",
+    "request_goodput",
 )  # fmt: skip
 """Metrics whose 90 % intervals are told."""
 
