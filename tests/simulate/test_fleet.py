@@ -54,6 +54,7 @@ def serve(backend: SimulatedBackend, **changes: Any) -> TrafficRun:
     assert len(run.served) == len(plan)
     for item, asked in zip(run.served, plan, strict=True):
         assert item.record.completed and item.record.output_len == asked.output_len == len(item.token_ids)
+        assert item.queue_s is not None and item.queue_s >= 0, "nobody is served before it has come"
         times = item.record.metrics.token_times
         assert all(a < b for a, b in itertools.pairwise([item.record.metrics.arrival_time, *times]))
     for replica in backend.replicas:
