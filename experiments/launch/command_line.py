@@ -22,7 +22,8 @@ _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
 _VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation)\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
 _NAMED = re.compile(
-    r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix)\.(\w+)\.([\w.]+)=(.*)",
+    r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix|simulate\.fleets)"
+    r"\.(\w+)\.([\w.]+)=(.*)",
     re.DOTALL,
 )
 

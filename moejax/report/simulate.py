@@ -41,6 +41,20 @@ _COLUMNS = (
 )
 
 
+_FLEET = (
+    Column("", "layout", left=True),
+    Column("most\nreplicas", "replicas"),
+    Column("req/s", "request_rate", cell=three_digits),
+    _with_interval("TTFT p99 ms", "p99_ttft_ms"),
+    _with_interval("ITL p99 ms", "p99_itl_ms"),
+    Column("kept\n%", "attainment", cell=share),
+    Column("GPU\nseconds", "device_seconds", cell=three_digits),
+    Column("sent\nGB", lambda row: row["kv_sent_bytes"] / 1e9 or None, cell=three_digits),
+    Column("link\nms", lambda row: row["mean_kv_sent_ms"] or None, cell=three_digits),
+    Column("begun\nanew", lambda row: row["requeued"] or None),
+    Column("assumed\nJ/token", "assumed_joules_per_output_token", cell=three_digits),
+    Column("a million\ntokens", "cost_per_million_output_tokens"),
+)
 _PLAN = (
     Column("device", "device_kind", left=True),
     Column("layout", "layout", left=True),
@@ -79,6 +93,8 @@ def print_simulate(result: Mapping[str, Any], console: Console) -> None:
     caption = "SIMULATED; [ ]: 90 % interval; from tables: share of simulated time from measured shapes"
     title = f"simulated: {run_title(result)}" + (f" ({goal})" if goal else "")
     console.print(column_table(title, _COLUMNS, rows, caption, section=lambda row: row["layout"]))
+    if any("fleet" in row for row in rows):
+        console.print(column_table("fleets", _FLEET, rows))
     print_lines(console, simulate_lines(result))
     print_lines(
         console, [f"{row['layout']}: {row['error']}" for row in result["cases"] if row["error"]], "yellow"
@@ -175,4 +191,9 @@ def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
 
 
 def _sound(result: Mapping[str, Any]) -> list[Row]:
-    return [row for row in result["cases"] if row["error"] is None]
+    """Returns the rows without an error, a fleet's name behind its layout's."""
+    named = [
+        {**row, "layout": " ".join(filter(None, (row["layout"], row.get("fleet"))))}
+        for row in result["cases"]
+    ]
+    return [row for row in named if row["error"] is None]

@@ -1,11 +1,13 @@
-"""Which replica a request goes to: pure host functions of the replicas' loads, for simulated and real ones.
+"""Which replica or site a request goes to, and how many replicas there should be: host functions of what is
+observed, for simulated and real ones.
 
 `choose` returns a place in the list of loads. All are deterministic.
 """
 
 import hashlib
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 RouterName = Literal["round_robin", "least_loaded", "least_cache", "two_choices", "prefix"]
@@ -92,3 +94,56 @@ ROUTERS: dict[str, type[Router]] = {
     "two_choices": TwoChoices,
     "prefix": PrefixAffinity,
 }
+
+
+class SiteLoad(NamedTuple):
+    """A place with replicas: seconds one way to it, a device's price, and requests that it has a replica."""
+
+    latency_s: float
+    price: float
+    requests: float
+
+
+def nearest(sites: Sequence[SiteLoad], request_s: float) -> int:
+    """Returns the place of the site with the least latency, of equals the cheapest."""
+    return min(range(len(sites)), key=lambda place: (sites[place].latency_s, sites[place].price))
+
+
+def cheapest(sites: Sequence[SiteLoad], request_s: float) -> int:
+    """Returns the place of the site with the least price, of equals the nearest, whatever it has to do."""
+    return min(range(len(sites)), key=lambda place: (sites[place].price, sites[place].latency_s))
+
+
+def least_loaded(sites: Sequence[SiteLoad], request_s: float) -> int:
+    """Returns the place of the site from which an answer is expected first: there and back, and what it has
+    to do at `request_s` seconds of a replica a request."""
+    return min(
+        range(len(sites)), key=lambda place: 2 * sites[place].latency_s + sites[place].requests * request_s
+    )
+
+
+DISPATCHES: dict[str, Callable[[Sequence[SiteLoad], float], int]] = {
+    "nearest": nearest,
+    "cheapest": cheapest,
+    "least_loaded": least_loaded,
+}
+
+
+def desired_replicas(replicas: int, pressure: float, use: float, *, least: int, most: int) -> int:
+    """Returns how many replicas there should be, within `least` and `most`.
+
+    They grow by what was observed over what is allowed, as Kubernetes' HorizontalPodAutoscaler does, at most
+    twofold; one goes where that is under a half and the others would be less than four fifths full.
+
+    Args:
+        replicas: those that there are, or are being started.
+        pressure: a queueing time over the one aimed at, or the share of requests that missed their
+            objectives over the share that may.
+        use: mean share of their places or of their cache, whichever is more, that is taken.
+    """
+    wanted = replicas
+    if pressure > 1:
+        wanted = math.ceil(replicas * min(pressure, 2.0))
+    elif pressure < 0.5 and use * replicas < 0.8 * (replicas - 1):
+        wanted = replicas - 1
+    return min(max(wanted, least), most)

@@ -1,54 +1,33 @@
 """Replicas of a simulated engine behind the members of `Backend`, on one virtual clock.
 
-Each replica has the real loop and scheduler and a clock of its own; the replica that is furthest behind is
-stepped first, so that events happen in order. `moejax.bench.driver.drive` with `clock` and `sleep` of this
-backend serves a workload as it does in real time, in as much time as the host's work takes.
+Each replica has the real loop and scheduler and a clock of its own. What happens next is the earliest of: an
+event (a request reaches a replica, or its keys and values do), or a step of the replica that is furthest
+behind; a failure and looks at the load come before what is later than they. `moejax.bench.driver.drive` with
+`clock` and `sleep` of this backend serves a workload as it does in real time, in as much time as the host's
+work takes.
 """
 
+import heapq
 import itertools
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from moejax.bench.backends.base import Backend
+from moejax.bench.backends.replica import FleetCosts, FleetRequest, Replica
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.core import Engine
 from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.output import OutputProcessor
-from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.sequence import Sequence as Sample
 from moejax.engine.stats import StepRecord
-from moejax.simulate.routers import Load, RoundRobin, Router
+from moejax.results.metrics import RequestRecord
+from moejax.simulate.fleet import Fleet
+from moejax.simulate.routers import DISPATCHES, ROUTERS, Router, SiteLoad, desired_replicas
 from moejax.simulate.runner import CostModelRunner, VirtualClock
-
-
-@dataclass
-class Replica:
-    """One engine with its runner and clock.
-
-    Attributes:
-        ready_at: instant from which it serves; it is being started until then.
-        draining: it gets no more requests.
-    """
-
-    engine: Engine
-    runner: CostModelRunner
-    clock: VirtualClock
-    ready_at: float = 0.0
-    draining: bool = False
-
-    @property
-    def busy(self) -> bool:
-        return not self.engine.scheduler.idle
-
-    def load(self) -> Load:
-        """Returns what routers go by."""
-        scheduler = self.engine.scheduler
-        blocks = scheduler.allocator
-        return Load(len(scheduler.running), scheduler.num_waiting, blocks.num_used / blocks.num_blocks)
 
 
 class SimulatedBackend(Backend):
@@ -56,9 +35,8 @@ class SimulatedBackend(Backend):
 
     Args:
         make: returns a new replica's engine, runner and clock.
-        replicas: how many there are at first.
-        router: chooses a request's replica.
-        request_s: seconds of each request that no replica is busy with: socket and tokenizer.
+        fleet: how many there are and who gets what.
+        costs: what it is of.
     """
 
     def __init__(
@@ -67,26 +45,34 @@ class SimulatedBackend(Backend):
         config: EngineConfig,
         make: Callable[[], tuple[Engine, CostModelRunner, VirtualClock]],
         *,
-        replicas: int = 1,
-        router: Router | None = None,
-        request_s: float = 0.0,
+        fleet: Fleet | None = None,
+        costs: FleetCosts | None = None,
     ) -> None:
         self.name, self.model, self.config, self.make = "simulated", model, config, make
         self.vocab_size, self.encode, self.checkpoint, self.seed = model.vocab_size, None, None, None
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self.max_num_seqs, self.batching = config.max_num_seqs, config.batching
-        self.router, self.request_s = router or RoundRobin(), request_s
-        self._on_step: Callable[[StepRecord], None] | None = None
-        self.replicas: list[Replica] = []
-        for _ in range(replicas):
-            self.add_replica(0.0)
+        self.fleet, self.costs = fleet or Fleet(), costs or FleetCosts()
+        self.sent: defaultdict[str, float] = defaultdict(float)  # between pools: times, bytes, seconds
         self.now = 0.0
-        self._ids = itertools.count()
-        self._sent: dict[str, tuple[Replica, RequestState]] = {}
+        self._on_step: Callable[[StepRecord], None] | None = None
+        self._routers: defaultdict[tuple[str, int], Router] = defaultdict(ROUTERS[self.fleet.router])
+        self._ids, self._order = itertools.count(), itertools.count()
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._sent: dict[str, FleetRequest] = {}
+        self._at_site: Counter[int] = Counter()
+        self._ended: list[RequestOutput] = []  # since the last look
+        self._completed = self._tokens = self._requeued = 0
+        self._fails = math.inf if self.fleet.fail.at_s is None else self.fleet.fail.at_s
+        self._looks = self.fleet.autoscale.interval_s if self.fleet.autoscale.max else math.inf
+        self._changed = -math.inf
+        self.replicas: list[Replica] = []
+        for part, site in self.fleet.places:
+            self.add_replica(0.0, part=part, site=site)
 
-    def add_replica(self, ready_at: float) -> Replica:
+    def add_replica(self, ready_at: float, since: float = 0.0, part: str = "both", site: int = 0) -> Replica:
         """Starts a replica that serves from an instant on."""
-        replica = Replica(*self.make(), ready_at)
+        replica = Replica(*self.make(), part, site, since, ready_at)
         replica.engine.on_step = self._on_step
         self.replicas.append(replica)
         return replica
@@ -101,18 +87,31 @@ class SimulatedBackend(Backend):
         self.now += seconds
 
     def step(self) -> bool:
-        """Steps the replica that is furthest behind; False if all are idle."""
+        """Lets happen what comes next; False if nothing is to."""
         busy = [replica for replica in self.replicas if replica.busy]
-        if not busy:
+        first = min(busy, key=lambda replica: replica.clock.now, default=None)
+        event = self._events[0][0] if self._events else math.inf
+        then = min(event, math.inf if first is None else first.clock.now)
+        if then == math.inf:
             return False
-        first = min(busy, key=lambda replica: replica.clock.now)
-        first.engine.step()
-        if first.runner.error is not None:
-            raise first.runner.error
-        busy = [replica for replica in busy if replica is not first or first.busy]
-        behind = min((replica.clock.now for replica in busy), default=first.clock.now)
-        self.now = max(self.now, behind)
+        if then >= min(self._fails, self._looks):
+            self._control()
+        elif event <= then:
+            heapq.heappop(self._events)[2](event)
+            self.now = max(self.now, event)
+        elif first is not None:
+            first.engine.step()
+            if first.runner.error is not None:
+                raise first.runner.error
+            if first.draining and not first.busy:
+                first.ended = first.clock.now
+            busy = [replica for replica in busy if replica is not first or first.busy]
+            behind = min((replica.clock.now for replica in busy), default=first.clock.now)
+            self.now = max(self.now, min(behind, self._events[0][0] if self._events else math.inf))
         return True
+
+    def _at(self, instant: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (instant, next(self._order), event))
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -130,32 +129,155 @@ class SimulatedBackend(Backend):
                 f"a prompt of {len(prompt)} tokens and {params.max_tokens} to generate are over the limit of "
                 f"{self.max_model_len} (engine.max_model_len)"
             )
-        options = options or RequestOptions()
         number = next(self._ids)
         processor = OutputProcessor(0, params, None)
         output = RequestOutput(str(number), None, prompt, [processor.output], RequestMetrics(arrival))
-        request = RequestState(output, [processor])
         sample = Sample(list(prompt), len(prompt), params, len(prompt) + params.max_tokens, number)
-        sample.options, sample.arrival, sample.identity = options, arrival, ()
-        request.attach([sample])
-        serving = [r for r in self.replicas if not r.draining and r.ready_at <= arrival] or self.replicas
-        replica = serving[self.router.choose([each.load() for each in serving], prompt)]
-        if not replica.busy:
-            replica.clock.now = max(replica.clock.now, arrival + self.request_s, replica.ready_at)
-        replica.engine.add([request])
-        self._sent[output.request_id] = replica, request
-        request.on_close = lambda: self._sent.pop(output.request_id, None)
+        sample.options, sample.arrival, sample.identity = options or RequestOptions(), arrival, ()
+        self.replicas[0].engine.scheduler.check_fits(sample)
+        site = self._site()
+        away = self.fleet.sites[site].latency_ms / 1e3 if self.fleet.sites else 0.0
+        request = FleetRequest(output, processor, sample, site, away)
+        self._sent[output.request_id] = request
+        self._at_site[site] += 1
+        request.on_close, request.on_part = lambda: self._close(request), self._hand_over
+        self._at(arrival + self.costs.request_s + away, lambda now: self._begin(request, now))
         return output
 
+    def _site(self) -> int:
+        """Returns the number of the site that the next request goes to."""
+        if not self.fleet.sites:
+            return 0
+        loads = [
+            SiteLoad(site.latency_ms / 1e3, site.price_per_hour, self._at_site[number] / site.replicas)
+            for number, site in enumerate(self.fleet.sites)
+        ]
+        busy_s = sum(sum(replica.runner.phase_s.values()) for replica in self.replicas)
+        return DISPATCHES[self.fleet.dispatch](loads, busy_s / max(1, self._completed))
+
+    def _close(self, request: FleetRequest) -> None:
+        del self._sent[request.output.request_id]
+        self._at_site[request.site] -= 1
+        self._completed += 1
+        self._tokens += len(request.output.outputs[0].token_ids)
+        if self.fleet.autoscale.max:
+            self._ended.append(request.output)
+
+    def _begin(self, request: FleetRequest, now: float) -> None:
+        """Has a request's tokens computed from the first on."""
+        alone = self.fleet.pools.prefill > 0
+        self._place(request, request.renew(alone=alone), "prefill" if alone else "both", now)
+
+    def _place(self, request: FleetRequest, sample: Sample, part: str, now: float) -> None:
+        """Queues a sequence with one of the replicas of its part and site, or waits for one to be ready."""
+        if request.finished:
+            return
+        there = [r for r in self.replicas if r.ended is None and not r.draining]
+        there = [r for r in there if (r.part, r.site) == (part, request.site)]
+        serving = [replica for replica in there if replica.ready_at <= now]
+        if not serving:
+            later = min(
+                (replica.ready_at for replica in there), default=now + self.fleet.autoscale.interval_s
+            )
+            self._at(later, lambda then: self._place(request, sample, part, then))
+            return
+        router = self._routers[part, request.site]
+        replica = serving[router.choose([each.load() for each in serving], sample.tokens)]
+        if not replica.busy:
+            replica.clock.now = max(replica.clock.now, now)
+        request.replica = replica
+        try:
+            replica.engine.add([request])
+        except RequestError as error:
+            request.output.error = str(error)
+            request.abort("error")
+
+    def _hand_over(self, request: FleetRequest, now: float) -> None:
+        """Sends the keys and values of what a prefill replica has computed, one request's after another's."""
+        sender, costs = request.replica, self.costs
+        assert sender is not None
+        known = request.sequences[0].computed
+        size = sender.engine.scheduler.allocator.block_size
+        sent = math.ceil(known / size) * costs.block_bytes
+        start = max(now, sender.link_free)
+        sender.link_free = start + sent / costs.link.bandwidth
+        there = sender.link_free + costs.link.latency_s
+        for name, amount in (("times", 1), ("bytes", sent * costs.senders), ("seconds", there - start)):
+            self.sent[name] += amount
+        request.replica = None
+        self._at(there, lambda then: self._place(request, request.renew(known), "decode", then))
+
     def abort(self, request_id: str) -> None:
-        if (sent := self._sent.get(request_id)) is not None:
-            sent[0].engine.abort(sent[1])
+        if (request := self._sent.get(request_id)) is None:
+            return
+        if request.replica is None:  # on its way
+            request.abort()
+        else:
+            request.replica.engine.abort(request)
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         outputs = [self.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         while self.step():
             pass
         return outputs
+
+    # -- control -------------------------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        """Has a replica fail, or looks at the load, whichever comes first."""
+        if self._fails <= self._looks:
+            now, self._fails = self._fails, math.inf
+            self._fail(self.fleet.fail.replica, now)
+        else:
+            now, self._looks = self._looks, self._looks + self.fleet.autoscale.interval_s
+            self._scale(now)
+        self.now = max(self.now, now)
+
+    def _fail(self, number: int, now: float) -> None:
+        """Takes a replica away; what it had not ended is computed elsewhere, from its prompt on. A step that
+        it has begun still ends."""
+        replica = self.replicas[number] if number < len(self.replicas) else None
+        if replica is None or replica.ended is not None:
+            return
+        replica.ended = max(now, replica.clock.now) if replica.busy else now
+        for request in list(self._sent.values()):
+            if request.replica is replica:
+                request.replica, again = None, replica.ended
+                self._requeued += 1
+                self._at(again, lambda then, request=request: self._begin(request, then))  # type: ignore[misc]
+
+    def _scale(self, now: float) -> None:
+        """Starts replicas or has one drain, by what was seen since the last look."""
+        goal, last = self.fleet.autoscale, now - self.fleet.autoscale.interval_s
+        live = [r for r in self.replicas if r.ended is None and not r.draining]
+        serving = [replica for replica in live if replica.ready_at <= now]
+        ended, self._ended = self._ended, []
+        if len(serving) < len(live) or (live and now - self._changed < goal.cooldown_s):
+            return
+        use = sum(replica.use() for replica in serving) / max(1, len(serving))
+        pressure = self._pressure(ended, last, now)
+        wanted = desired_replicas(len(live), pressure, use, least=goal.min, most=goal.max)
+        if wanted == len(live):
+            return
+        self._changed = now
+        for _ in range(len(live), wanted):
+            self.add_replica(now + self.costs.load_s + goal.cold_start_s, now)
+        if wanted < len(live):
+            idlest = min(reversed(serving), key=lambda replica: replica.load().requests)
+            idlest.draining, idlest.ended = True, None if idlest.busy else now
+
+    def _pressure(self, ended: Sequence[RequestOutput], last: float, now: float) -> float:
+        """Returns what was observed since an instant over what is allowed, see `desired_replicas`."""
+        goal, slo, asked = self.fleet.autoscale, self.costs.slo, [r.output for r in self._sent.values()]
+        if goal.queue_ms is not None:
+            times = [output.metrics for output in (*ended, *asked)]
+            begun = [(now if t.scheduled_time is None else t.scheduled_time, t.arrival_time) for t in times]
+            waits = [begin - arrival for begin, arrival in begun if begin >= last]
+            return 1e3 * sum(waits) / len(waits) / goal.queue_ms if waits else 0.0
+        missed = [not slo.met_by(RequestRecord.from_output(output)) for output in ended]
+        waiting = [now - output.metrics.arrival_time for output in asked if not output.metrics.token_times]
+        missed += [True for wait in waiting if 1e3 * wait > (slo.ttft_ms or math.inf)]
+        return sum(missed) / len(missed) / (1 - (goal.attainment or 0.0)) if missed else 0.0
 
     # -- facts ---------------------------------------------------------------------------------------------
 
@@ -200,3 +322,32 @@ class SimulatedBackend(Backend):
             for key, value in replica.runner.parts.items():
                 seconds[key] += value
         return seconds
+
+    def fleet_row(self) -> dict[str, Any]:
+        """Returns what the glossary's "Simulation" has of fleets: replicas, what they cost, what was sent."""
+        end = max(replica.clock.now for replica in self.replicas)
+        devices, power, sites = self.costs.devices, self.fleet.power, self.fleet.sites
+        alive = [
+            max(0.0, min(end, end if r.ended is None else r.ended) - r.since) * devices for r in self.replicas
+        ]
+        watts = {"prefill": power.prefill_w, "decode": power.decode_w}
+        joules = 0.0
+        for replica, seconds in zip(self.replicas, alive, strict=True):
+            busy = {name: devices * s for name, s in replica.runner.phase_s.items()}
+            joules += sum(watts[name] * s for name, s in busy.items())
+            joules += power.idle_w * max(0.0, seconds - sum(busy.values()))
+        changes = [(r.since, 1) for r in self.replicas] + [(r.ended, -1) for r in self.replicas if r.ended]
+        row: dict[str, Any] = {
+            "replicas": max(itertools.accumulate(change for _, change in sorted(changes))),
+            "device_seconds": sum(alive),
+            "requeued": self._requeued,
+            "kv_sent_bytes": self.sent["bytes"],
+            "mean_kv_sent_ms": 1e3 * self.sent["seconds"] / max(1, self.sent["times"]),
+        }
+        tokens = self._tokens
+        if tokens and (power.idle_w or power.prefill_w or power.decode_w):
+            row["assumed_joules_per_output_token"] = joules / tokens
+        if tokens and sites:
+            price = sum(sites[r.site].price_per_hour * s for r, s in zip(self.replicas, alive, strict=True))
+            row["cost_per_million_output_tokens"] = price / 3600 / tokens * 1e6
+        return row

@@ -1,5 +1,6 @@
 """The configuration of `experiments.simulate`."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -10,8 +11,8 @@ from moejax.core.hardware import KNOWN
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.routing.generate import KINDS
 from moejax.routing.source import check_trace
+from moejax.simulate.fleet import Fleet
 from moejax.simulate.kernels import WEIGHTS, Kernels
-from moejax.simulate.routers import ROUTERS
 from moejax.simulate.routing import RoutingLaw
 
 STACKS = ("vllm", "sglang", "trtllm")
@@ -97,8 +98,8 @@ class PlanSection(Checked, section="simulate.plan"):
 
 
 @dataclass(frozen=True)
-class SimulateSection(Checked, section="simulate"):
-    """What is simulated.
+class SimulateSection(Fleet, section="simulate"):
+    """What is simulated, on the fleet that the keys of `moejax.simulate.fleet.Fleet` describe.
 
     Attributes:
         mode: "run" serves the workload on each layout at each rate; "plan" looks for layout, batch and
@@ -111,8 +112,7 @@ class SimulateSection(Checked, section="simulate"):
             values.
         routing: see `RoutingSection`.
         laws: further laws whose effect on the first rate's TPOT is told.
-        replicas: engines behind the router, each on devices of its own.
-        router: who gets a request.
+        fleets: name → fleet, each a case instead of the one described.
         memory_share: of a device's memory that weights, cache and step may take.
         interval: simulate everything at both ends of its 90 % interval, too.
         plan: see `PlanSection`.
@@ -128,8 +128,7 @@ class SimulateSection(Checked, section="simulate"):
     cache: Annotated[str, Among(("bf16", "fp8"), "dtype")] = "bf16"
     routing: RoutingSection = field(default_factory=RoutingSection)
     laws: list[Annotated[str, Among(LAWS, "law")]] = field(default_factory=list)
-    replicas: PositiveInt = 1
-    router: Annotated[str, Among(ROUTERS, "router")] = "least_loaded"
+    fleets: dict[str, Fleet] = field(default_factory=dict)
     memory_share: OpenShare = 0.9
     interval: bool = True
     plan: PlanSection = field(default_factory=PlanSection)
@@ -141,6 +140,12 @@ class SimulateSection(Checked, section="simulate"):
             raise ConfigError(f"simulate.layouts is empty: name presets ({', '.join(PRESETS)}) or degrees")
         for name in self.layouts:
             parse_layout(name)
+
+    def cases(self) -> dict[str | None, "SimulateSection"]:
+        """Returns the section for each fleet by its name; itself for None where none has one."""
+        names = [item.name for item in dataclasses.fields(Fleet)]
+        told = {name: {key: getattr(fleet, key) for key in names} for name, fleet in self.fleets.items()}
+        return {name: dataclasses.replace(self, **fields) for name, fields in told.items()} or {None: self}
 
     def kernels(self, kind: str) -> Kernels:
         """Returns the kernels of a device kind. Raises `ConfigError` for an unknown one."""

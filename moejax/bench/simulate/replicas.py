@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moejax.bench.backends.replica import FleetCosts
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.simulate.config import SimulateSection
 from moejax.core.config import EngineConfig, ModelConfig
@@ -13,11 +14,13 @@ from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.core.words import byte_words
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
+from moejax.perf.links import latency
 from moejax.perf.memory import StageMemory, device_memory, largest
+from moejax.results.metrics import Slo
 from moejax.sharding.pipeline import split_layers
 from moejax.simulate.calibration import Calibration, load_calibration
+from moejax.simulate.fleet import Link
 from moejax.simulate.kernels import WEIGHTS, Kernels
-from moejax.simulate.routers import ROUTERS
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
 from moejax.simulate.step import StepModel
@@ -51,8 +54,10 @@ class Deployment:
     step: StepModel
     calibration: Calibration
 
-    def backend(self, section: SimulateSection, scale: float = 1.0) -> SimulatedBackend:
-        """Returns idle replicas whose steps take `scale` times as long."""
+    def backend(
+        self, section: SimulateSection, scale: float = 1.0, slo: Slo | None = None
+    ) -> SimulatedBackend:
+        """Returns idle replicas whose steps take `scale` times as long; `slo` is what autoscaling aims at."""
         host = self.step.host
         costs = {
             name: getattr(host, name) * scale for name in ("step_s", "row_s", "token_s", "layer_s", "factor")
@@ -63,14 +68,34 @@ class Deployment:
             else dataclasses.replace(self.step, host=dataclasses.replace(host, **costs))
         )
         groups, sizes = self.parallel.data_groups, (self.room.blocks, self.room.block)
+        costs_of = FleetCosts(
+            self._link(section),
+            block_bytes=self.room.block,
+            senders=self.parallel.num_devices // groups,
+            devices=self.parallel.num_devices,
+            load_s=self.room.weights / (section.autoscale.load_gb_per_s * 1e9),
+            request_s=host.request_s,
+            slo=slo or Slo(),
+        )
         return SimulatedBackend(
             self.model,
             self.engine,
             lambda: simulated_engine(self.engine, step.time, sizes[0], groups=groups, block_bytes=sizes[1]),
-            replicas=section.replicas,
-            router=ROUTERS[section.router](),
-            request_s=host.request_s,
+            fleet=section,
+            costs=costs_of,
         )
+
+    def _link(self, section: SimulateSection) -> Link:
+        """Returns what a device of one pool sends to its peer in the other over. Raises `ConfigError` where
+        its rate is not known."""
+        hardware, near = self.step.kernels.hardware, section.pools.link == "nvlink"
+        # A data sheet counts both directions of NVLink.
+        rate = (hardware.link_bandwidth or 0.0) / 2 if near else hardware.network_bandwidth
+        if section.pools.prefill and not rate:
+            raise ConfigError(
+                f"simulate.pools.link={section.pools.link}: its rate on {hardware.kind} is not known"
+            )
+        return Link(latency("collective-permute", 2, 1 if near else 2), rate or math.inf)
 
 
 def deploy(

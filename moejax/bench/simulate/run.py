@@ -1,6 +1,7 @@
 """`run_simulate`: every layout at every rate, at the middle and both ends of its interval."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ from moejax.simulate.tables import SOURCES
 
 WITH_INTERVAL = (
     "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-    "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput", "request_goodput",
+    "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput",
+    "request_goodput",
 )  # fmt: skip
 """Metrics whose 90 % intervals are told."""
 
@@ -72,13 +74,16 @@ def run_simulate(
         )
     start_simulated(run, workload, kind)
     rows: list[dict[str, Any]] = []
-    with progress("simulating", total=len(deployments) * len(rates)) as task:
-        for deployment in deployments:
-            for rate in rates:
-                task.describe(f"simulating {deployment.name}, {rate:g} requests/s")
-                given = dataclasses.replace(workload, request_rate=rate)
-                rows.append({"case": len(rows), **simulated_row(deployment, section, given, plans[rate])})
-                task.advance()
+    cases = list(itertools.product(deployments, section.cases().items(), rates))
+    with progress("simulating", total=len(cases)) as task:
+        for deployment, (fleet, described), rate in cases:
+            task.describe(
+                " ".join(filter(None, (f"simulating {deployment.name},", fleet, f"{rate:g} requests/s")))
+            )
+            given = dataclasses.replace(workload, request_rate=rate)
+            row = simulated_row(deployment, described, given, plans[rate])
+            rows.append({"case": len(rows), **row} | ({"fleet": fleet} if fleet else {}))
+            task.advance()
     rows += [
         {"case": len(rows) + i, "layout": name, "error": why} for i, (name, why) in enumerate(refused.items())
     ]
@@ -130,7 +135,7 @@ def _serve(
     scale: float = 1.0,
 ) -> tuple[Mode, TrafficRun]:
     """Returns the pass of a plan through replicas whose steps take `scale` times as long."""
-    backend = deployment.backend(section, scale)
+    backend = deployment.backend(section, scale, workload.slo)
     mode = Mode(backend, plan, workload)
     served = drive(
         backend, plan, workload.sampling, workload=workload, clock=backend.clock, sleep=backend.sleep
@@ -151,15 +156,18 @@ def simulated_row(
     (row,) = mode_rows([mode], workload)
     backend = mode.backend
     assert isinstance(backend, SimulatedBackend)
-    devices, parts = deployment.parallel.num_devices * section.replicas, backend.parts()
+    fleet, parts = backend.fleet_row(), backend.parts()
+    devices = deployment.parallel.num_devices * fleet["replicas"]
     spread = relative_spread([Part(*key, s) for key, s in parts.items()], deployment.calibration.spreads)
     shares = {key: seconds / sum(parts.values()) for key, seconds in parts.items()}
-    row |= {
+    met = [each["slo_met"] for each in mode.runs[0].rows(workload.slo)]
+    row |= fleet | {
+        "attainment": sum(map(bool, met)) / len(met) if workload.slo and met else None,
         "layout": deployment.name,
         "error": None,
         "num_devices": devices,
         "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
-        "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * section.replicas,
+        "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
         "routing_law": str(deployment.step.routing),
         "relative_spread": spread,
         **{f"from_{name}": sum(v for (_, source), v in shares.items() if source == name) for name in SOURCES},

@@ -362,9 +362,10 @@ class Scheduler:
     def _begin(self, sequence: Sequence, plan: StepPlan, budget: int) -> int:
         """Admits one of the queue and returns how many of its tokens the step computes. Of who comes back
         with all but one, that is decoded: a chunk, however short, would cost more."""
-        swapped = bool(sequence.swapped)
+        swapped, imported = bool(sequence.swapped), bool(sequence.imported)
         self._admit(sequence, plan)
-        if not (swapped and sequence.cached == sequence.preempted_at and decodes_next(sequence)):
+        whole = imported or (swapped and sequence.cached == sequence.preempted_at)
+        if not (whole and decodes_next(sequence)):
             return self._chunk(plan, sequence, budget)
         plan.decodes.append(sequence)
         plan.positions.append(sequence.computed)
@@ -477,9 +478,9 @@ class Scheduler:
         if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
             return NOTHING
         match = self.prefixes.match(sequence.identity, sequence.tokens[:-1])
-        if sequence.swapped:  # the host's store has what is not in place
-            match = match.in_place()
-            match = match._replace(tokens=max(match.tokens, sequence.preempted_at))
+        if sequence.swapped or sequence.imported:  # what is not in place is brought there
+            match, had = match.in_place(), sequence.preempted_at if sequence.swapped else sequence.imported
+            match = match._replace(tokens=max(match.tokens, had))
         # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
         return match if self._blocks_short(sequence, match) <= 0 else match.whole()
 
@@ -494,6 +495,9 @@ class Scheduler:
         if self.prefixes is not None:
             self._reuse(sequence, plan, self.prefixes)
         self.swap.back(sequence, plan.loads, self.allocator)
+        if sequence.imported:
+            sequence.computed = sequence.cached = max(sequence.computed, sequence.imported)
+            sequence.imported = 0  # once: who loses its place computes them again
         self.policy.admitted(sequence)
         sequence.resumed = len(sequence.tokens)
         self.allocator.grow(sequence.blocks, sequence.length)

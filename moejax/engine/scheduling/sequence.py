@@ -62,6 +62,8 @@ class Sequence:
         charged: its tenant has been charged for the prompt.
         resumed: tokens that it had when it was admitted last.
         preempted_at: tokens that it had computed when it was preempted last.
+        imported: its first tokens whose keys and values come with it from another engine, which put them into
+            the blocks that it gets when it is admitted.
         swapped: slots of the host's store that have its blocks since (`moejax.engine.scheduling.swap`).
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
@@ -90,6 +92,7 @@ class Sequence:
     charged: bool = False
     resumed: int = 0
     preempted_at: int = 0
+    imported: int = 0
     swapped: list[int] = field(default_factory=list)
     routing: Any = None
     owner: Any = None

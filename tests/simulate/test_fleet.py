@@ -1,0 +1,240 @@
+"""Fleets of simulated engines: nothing is lost or told twice; what pools, links and sites add to times."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.simulated import SimulatedBackend
+from moejax.bench.driver import TrafficRun, drive
+from moejax.bench.simulate.config import SimulateSection
+from moejax.bench.traffic import ThroughputWorkload, plan_requests
+from moejax.core.config import EngineConfig, PrefixCacheConfig
+from moejax.core.errors import ConfigError, RequestError
+from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling.plan import Plan
+from moejax.results.metrics import Slo
+from moejax.simulate.fleet import Autoscale, Failure, Fleet, Link, Pools, Power, Site
+from moejax.simulate.routers import DISPATCHES, SiteLoad, desired_replicas
+from moejax.simulate.runner import simulated_engine
+from moejax.simulate.step import Part, StepTime
+from tests.model_shapes import TWO_LAYERS
+
+MODEL = TWO_LAYERS.replace(max_position_embeddings=2048)
+ENGINE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=1024)
+STEP, ROW, PROMPT = 1e-3, 1e-4, 2e-5
+SLO = Slo(ttft_ms=50, tpot_ms=5)
+
+
+def step_time(plan: Plan) -> StepTime:
+    seconds = max(STEP + ROW * len(part.decodes) + PROMPT * part.chunk_tokens for part in plan.groups)
+    return StepTime(seconds, (Part("host", "roofline", seconds),))
+
+
+def fleet_of(
+    fleet: Fleet, blocks: int = 400, groups: int = 1, engine: EngineConfig = ENGINE, **costs: Any
+) -> SimulatedBackend:
+    return SimulatedBackend(
+        MODEL,
+        engine,
+        lambda: simulated_engine(engine, step_time, blocks, groups=groups),
+        fleet=fleet,
+        costs=FleetCosts(slo=SLO, **costs),
+    )
+
+
+def serve(backend: SimulatedBackend, **changes: Any) -> TrafficRun:
+    """Serves requests, and checks that each ends once with all of its tokens and that no engine is broken."""
+    given: dict[str, Any] = {"num_requests": 60, "prompt_len": 100, "output_len": 20, "request_rate": 400.0}
+    workload = ThroughputWorkload(**given | changes)
+    plan = plan_requests(workload, MODEL.vocab_size)
+    run = drive(backend, plan, workload.sampling, workload=workload, clock=backend.clock, sleep=backend.sleep)
+    assert len(run.served) == len(plan)
+    for item, asked in zip(run.served, plan, strict=True):
+        assert item.record.completed and item.record.output_len == asked.output_len == len(item.token_ids)
+        assert item.queue_s is not None and item.queue_s >= 0, "nobody is served before it has come"
+        times = item.record.metrics.token_times
+        assert all(a < b for a, b in itertools.pairwise([item.record.metrics.arrival_time, *times]))
+    for replica in backend.replicas:
+        if replica.ended is None:
+            replica.engine.scheduler.check_integrity()
+            assert replica.engine.scheduler.idle and not replica.engine.scheduler.allocator.num_used
+    return run
+
+
+FLEETS = {
+    "mixed": Fleet(replicas=3, router="two_choices"),
+    "pools": Fleet(pools=Pools(2, 2)),
+    "sites": Fleet(sites=[Site("a", 2, 5.0), Site("b", 1, 1.0)], dispatch="least_loaded"),
+    "autoscaled": Fleet(
+        autoscale=Autoscale(1, 4, queue_ms=2.0, interval_s=0.02, cooldown_s=0.04, cold_start_s=0.01)
+    ),
+    "a lost replica": Fleet(replicas=2, fail=Failure(1, 0.06)),
+    "a lost prefill replica": Fleet(pools=Pools(2, 1), fail=Failure(0, 0.02)),
+    "a lost decode replica": Fleet(pools=Pools(1, 2), fail=Failure(2, 0.06)),
+}
+
+
+@pytest.mark.parametrize("name", FLEETS)
+@pytest.mark.parametrize(("blocks", "groups"), [(400, 1), (24, 2)])  # plenty, and preemptions
+def test_every_request_ends_once_with_all_its_tokens(name: str, blocks: int, groups: int) -> None:
+    runs, rate = [], math.inf if "lost" in name else 400.0
+    for _ in range(2):
+        backend = fleet_of(FLEETS[name], blocks, groups, link=Link(1e-4, 1e9), block_bytes=1e5)
+        runs.append(serve(backend, request_rate=rate))
+    assert runs[0].rows(SLO) == runs[1].rows(SLO), "deterministic"
+    row = backend.fleet_row()
+    assert (row["requeued"] > 0) == ("lost" in name)
+    assert (row["kv_sent_bytes"] > 0) == (backend.fleet.pools.prefill > 0)
+    assert row["replicas"] > 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_idle_link_takes_its_time_between_the_first_and_the_second_token(overlap: bool) -> None:
+    engine = EngineConfig(**{**vars(ENGINE), "overlap": overlap})
+    slow, none = Link(3e-3, 1e9), Link()
+    first, second = (
+        fleet_of(Fleet(pools=Pools(1, 1)), engine=engine, link=link, block_bytes=1e6) for link in (slow, none)
+    )
+    (one,), (other,) = (
+        each.generate([[1] * 100], [SamplingParams(max_tokens=6)]) for each in (first, second)
+    )
+    sent = 3e-3 + 7 * 1e6 / 1e9  # 100 tokens are 7 blocks
+    assert first.fleet_row()["kv_sent_bytes"] == 7e6
+    assert first.fleet_row()["mean_kv_sent_ms"] == pytest.approx(1e3 * sent)
+    assert other.metrics.ttft == one.metrics.ttft == pytest.approx(STEP + 100 * PROMPT)
+    assert one.metrics.itl[0] - other.metrics.itl[0] == pytest.approx(sent)
+    assert one.metrics.itl[1:] == pytest.approx(other.metrics.itl[1:])
+    # Without it, an engine that only decodes.
+    assert other.metrics.tpot == pytest.approx(STEP + ROW)
+    assert second.replicas[1].runner.phase_s.keys() == {"decode"}
+
+
+def test_a_sender_sends_one_after_another_and_one_token_needs_no_link() -> None:
+    backend = fleet_of(Fleet(pools=Pools(1, 1)), link=Link(0.0, 1e9), block_bytes=1e6)
+    outputs = backend.generate([[1] * 96, [2] * 96], [SamplingParams(max_tokens=4)] * 2)
+    gaps = [output.metrics.itl[0] for output in outputs]
+    assert gaps[1] - gaps[0] == pytest.approx(6e-3, abs=2 * (STEP + 2 * ROW))
+    (single,) = backend.generate([[1] * 96], [SamplingParams(max_tokens=1)])
+    assert single.outputs[0].finish_reason == "length" and backend.sent["times"] == 2
+
+
+def test_who_finds_no_block_waits_and_is_not_computed_again() -> None:
+    # Room for two sequences of 7 blocks and their outputs' further one.
+    backend = fleet_of(Fleet(pools=Pools(1, 1)), blocks=17)
+    run = serve(backend, num_requests=12, request_rate=math.inf, output_len=10)
+    assert all(item.preemptions == 0 for item in run.served)
+    assert backend.replicas[1].runner.phase_s.keys() == {"decode"}
+    assert max(item.record.metrics.itl[0] for item in run.served) > 10 * STEP
+
+
+def test_a_decode_replica_takes_over_what_its_prefix_cache_has_in_place() -> None:
+    engine = EngineConfig(**{**vars(ENGINE), "prefix_cache": PrefixCacheConfig(enabled=True, place="device")})
+    backend = fleet_of(Fleet(pools=Pools(1, 1)), engine=engine)
+    params = [SamplingParams(max_tokens=6)]
+    for _ in range(3):
+        (output,) = backend.generate([[3] * 100], params)
+        assert output.metrics.tpot == pytest.approx(STEP + ROW)
+    for replica in backend.replicas:
+        replica.engine.scheduler.check_integrity()
+    assert backend.replicas[1].runner.phase_s.keys() == {"decode"}
+
+
+@pytest.mark.parametrize("name", ["pools", "a lost replica"])
+def test_static_batching(name: str) -> None:
+    engine = EngineConfig(**{**vars(ENGINE), "batching": "static"})
+    serve(fleet_of(FLEETS[name], engine=engine, link=Link(1e-4, 1e9), block_bytes=1e5))
+
+
+def test_sites_add_their_way_there_and_back_to_the_first_token_alone() -> None:
+    near, far = (fleet_of(Fleet(sites=[Site("s", 1, ms)])) for ms in (0.0, 40.0))
+    (one,), (other,) = (each.generate([[1] * 50], [SamplingParams(max_tokens=5)]) for each in (near, far))
+    assert other.metrics.ttft - one.metrics.ttft == pytest.approx(0.08)
+    assert other.metrics.itl == pytest.approx(one.metrics.itl)
+
+
+def test_dispatch_rules_and_what_sites_cost() -> None:
+    sites = [SiteLoad(0.01, 2.0, 30.0), SiteLoad(0.05, 1.0, 2.0)]
+    chosen = {name: rule(sites, 0.01) for name, rule in DISPATCHES.items()}
+    assert chosen == {"nearest": 0, "cheapest": 1, "least_loaded": 1}
+    assert DISPATCHES["least_loaded"](sites, 0.001) == 0, "latency counts"
+    places = [Site("a", 1, 1.0, 2.0), Site("b", 1, 50.0, 1.0)]
+    ttft = {}
+    for rule in DISPATCHES:
+        backend = fleet_of(Fleet(sites=places, dispatch=rule))
+        run = serve(backend, request_rate=400.0)
+        ttft[rule] = run.metrics(SLO)["mean_ttft_ms"] or 0.0
+        row, used = backend.fleet_row(), [bool(replica.runner.phase_s) for replica in backend.replicas]
+        assert used == {"nearest": [True, False], "cheapest": [False, True]}.get(rule, [True, True])
+        assert row["cost_per_million_output_tokens"] == pytest.approx(
+            row["device_seconds"] / 2 * 3.0 / 3600 / 1200 * 1e6
+        )
+    assert ttft["least_loaded"] < min(ttft["nearest"], ttft["cheapest"])
+
+
+def test_desired_replicas() -> None:
+    def wanted(*args: float) -> int:
+        return desired_replicas(int(args[0]), *args[1:], least=1, most=8)
+
+    assert wanted(2, 1.0, 0.9) == 2 and wanted(2, 1.4, 0.9) == 3 and wanted(2, 50.0, 0.9) == 4
+    assert wanted(6, 9.0, 1.0) == 8 and wanted(0, 0.0, 0.0) == 1
+    assert wanted(4, 0.4, 0.5) == 3 and wanted(4, 0.4, 0.7) == 4 and wanted(4, 0.6, 0.1) == 4
+    assert wanted(1, 0.0, 0.0) == 1
+
+
+@pytest.mark.parametrize("goal", [{"queue_ms": 20.0}, {"attainment": 0.9}])
+def test_replicas_follow_the_load_and_cost_less_than_as_many_for_good(goal: dict[str, float]) -> None:
+    scale = Autoscale(1, 4, **goal, interval_s=0.1, cooldown_s=0.2, cold_start_s=0.1)
+    load: dict[str, Any] = {
+        "num_requests": 1200, "request_rate": 200.0, "rate_steps": (0.2, 1.8), "rate_step_s": 1.5,
+    }  # fmt: skip
+    kept, rows = [], []
+    for fleet in (Fleet(), Fleet(replicas=4), Fleet(autoscale=scale)):
+        backend = fleet_of(fleet)
+        run = serve(backend, **load)
+        kept.append(sum(row["slo_met"] for row in run.rows(SLO)) / len(run.served))
+        rows.append(backend.fleet_row())
+    assert kept[0] < kept[2] <= kept[1]
+    assert rows[0]["device_seconds"] < rows[2]["device_seconds"] < rows[1]["device_seconds"]
+    assert 1 < rows[2]["replicas"] <= 4
+    gone = [replica for replica in backend.replicas if replica.ended is not None]
+    assert gone and all(
+        replica.ready_at == pytest.approx(replica.since + 0.1) for replica in backend.replicas[1:]
+    )
+
+
+def test_energy_is_of_the_given_watts() -> None:
+    backend = fleet_of(Fleet(replicas=2, power=Power(100.0, 400.0, 300.0)), devices=4)
+    backend.generate([[1] * 100], [SamplingParams(max_tokens=6)])
+    prompt, decode = STEP + 100 * PROMPT, 5 * (STEP + ROW)
+    joules = 4 * (400 * prompt + 300 * decode + 100 * (prompt + decode))
+    assert backend.fleet_row()["assumed_joules_per_output_token"] == pytest.approx(joules / 6)
+
+
+def test_an_aborted_request_on_its_way_ends() -> None:
+    backend = fleet_of(Fleet(sites=[Site("s", 1, 40.0)]))
+    output = backend.submit([1] * 10, SamplingParams(max_tokens=4))
+    backend.abort(output.request_id)
+    while backend.step():
+        pass
+    assert output.finished and not output.metrics.token_times
+    with pytest.raises(RequestError, match="blocks"):
+        fleet_of(Fleet(), blocks=2).submit([1] * 100, SamplingParams(max_tokens=4))
+
+
+def test_wrong_fleets_are_one_line() -> None:
+    for make, text in (
+        (lambda: Pools(prefill=1), "simulate.pools needs prefill and decode"),
+        (lambda: Fleet(pools=Pools(1, 1), autoscale=Autoscale(max=2, queue_ms=1.0)), "exclude each other"),
+        (lambda: Autoscale(max=2), "one of queue_ms and attainment"),
+        (lambda: Autoscale(min=3, max=2, queue_ms=1.0), "max=2 is below min=3"),
+        (lambda: Fleet(fail=Failure(0, 1.0)), "nobody is left"),
+        (lambda: Fleet(replicas=2, fail=Failure(2, 1.0)), "there are 2"),
+        (lambda: Fleet(dispatch="farthest"), "simulate.dispatch"),
+        (lambda: SimulateSection(replicas=0), "simulate.replicas"),
+    ):
+        with pytest.raises(ConfigError, match=text) as caught:
+            make()
+        assert "\n" not in str(caught.value)
