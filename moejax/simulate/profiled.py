@@ -90,7 +90,8 @@ class ProfiledKernels(Kernels):
         seconds = _between(_grid("rtxpro6000_moe_hits.csv"), (rows / _TOP_K, hits))
         if shape[:2] == _EXPERTS[:2]:
             return Estimate(seconds, "interpolated")
-        scale = self.expert_bound(shape, hits, rows) / self.expert_bound(_EXPERTS, hits, rows)
+        scale = self.expert_bound(shape, hits, rows, self.weights)
+        scale /= self.expert_bound(_EXPERTS, hits, rows, self.weights)
         return Estimate(seconds * scale, "nearest")
 
     def attention(

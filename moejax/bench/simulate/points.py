@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.bench.backends.replica import FleetCosts
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import drive
 from moejax.bench.simulate.published import Point, model_of, read_points
@@ -164,7 +165,7 @@ def simulate_point(
         model,
         engine,
         lambda: simulated_engine(engine, time, max(1, blocks // merged), groups=groups),
-        request_s=calibration.host.request_s,
+        costs=FleetCosts(request_s=calibration.host.request_s),
     )
     workload = ThroughputWorkload(
         num_requests=max(1, point.requests // merged),

@@ -188,14 +188,18 @@ def _gpustack(row: Row, number: int) -> list[Point]:
         ParallelConfig(ep=ep, tp=devices // ep, attention="data" if data and ep > 1 else "tensor"),
         int(users[1]) if users else None, weights, weights,
         max_tokens=option("max-num-batched-tokens", "max_num_tokens", "chunked-prefill-size") or None,
-        published={name: float(row[column]) for name, column in columns.items() if row[column]}, reason=reason,
+        published={name: float(row[column]) for name, column in columns.items() if row[column]},
+        reason=reason,
     )]  # fmt: skip
 
 
+_SILICON_SIZES = (
+    "concurrency", "isl", "osl", "tp_size", "pp_size", "moe_ep_size", "moe_tp_size", "attention_dp_size"
+)  # fmt: skip
+
+
 def _silicon(row: Row, number: int) -> list[Point]:
-    size = {
-        name: int(float(text)) if re.fullmatch(r"[\d.]+", text or "") else 1 for name, text in row.items()
-    }
+    size = {name: int(float(row[name] or 1)) for name in _SILICON_SIZES}
     device, users = row["system"].split("_")[0], size["concurrency"]
     ep, tp, data = size["moe_ep_size"], size["moe_tp_size"], size["attention_dp_size"]
     if ep * tp != size["tp_size"] * data:  # no experts
