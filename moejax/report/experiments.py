@@ -89,6 +89,8 @@ EXPERIMENTS: Mapping[str, Report] = {
     ),
     "simulate run": Report("simulate:print_simulate", {"simulate": "simulate:simulate_plot"}),
     "simulate plan": Report("simulate:print_plan"),
+    "simulate validate": Report("simulate:print_validation"),
+    "simulate calibrate": Report("simulate:print_calibration"),
     "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),

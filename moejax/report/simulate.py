@@ -86,6 +86,64 @@ def print_plan(result: Mapping[str, Any], console: Console) -> None:
         print_lines(console, [f"{len(rows) - _MOST_PLANNED} further layouts: cases of result.json"])
 
 
+_PER_CENT = "{:.1%}".format
+_HELD_OUT = (
+    Column("device", "device", left=True, once=True),
+    Column("operation", "operation", left=True, once=True),
+    Column("held out", "held_out", left=True),
+    Column("cells", "count"),
+    Column("median\nerror", "median_error", cell=_PER_CENT),
+    Column("p90", "p90_error", cell=_PER_CENT),
+    Column("bias", "bias", cell="{:+.1%}".format),
+)
+_PUBLISHED = (
+    Column("points", "group", left=True, once=True),
+    Column("metric", "metric", left=True),
+    Column("judged", "count"),
+    Column("without\na figure", "without"),
+    Column("median\nerror", "median_error", cell=_PER_CENT),
+    Column("p90", "p90_error", cell=_PER_CENT),
+    Column("worst", "worst_error", cell=_PER_CENT),
+    Column("bias", "bias", cell="{:+.1%}".format),
+    Column("inside\n90 %", "inside", cell="{:.0%}".format),
+    Column("width", "median_width", cell="{:.0%}".format),
+)
+_TRACE = (
+    Column("routing law", "routing", left=True, once=True),
+    Column("metric", "metric", left=True),
+    Column("published", "published", cell=three_digits),
+    Column("simulated", "simulated", cell=three_digits),
+    Column("error", "error", cell="{:+.1%}".format),
+)
+
+
+def print_validation(result: Mapping[str, Any], console: Console) -> None:
+    """Prints the errors of held-out table cells, of published points by group, and of the published trace."""
+    if result["tables"]:
+        caption = "each cell estimated without its own curve's cell, shape, layout or skew"
+        console.print(column_table("Tables, held out", _HELD_OUT, result["tables"], caption))
+    caption = "points used for calibration count in none; bias: median signed error; width: high over low"
+    console.print(column_table("Published points", _PUBLISHED, result["points_by_group"], caption))
+    if result["trace"]:
+        title = "300 requests, vLLM 0.19 on two RTX PRO 6000: nothing fitted"
+        console.print(column_table(title, _TRACE, result["trace"], section=lambda row: row["routing"]))
+
+
+def print_calibration(result: Mapping[str, Any], console: Console) -> None:
+    """Prints each stack's constants."""
+    rows = [
+        {**row, "told": ", ".join(f"{k} {v:g}" for k, v in row["host"].items())}
+        for row in result["calibration"]
+    ]
+    columns = (
+        Column("device", "device", left=True),
+        Column("stack", "stack", left=True),
+        Column("points", "points"),
+        Column("constants", "told", left=True),
+    )
+    console.print(column_table("Constants chosen on the listed points", columns, rows))
+
+
 def print_simulate(result: Mapping[str, Any], console: Console) -> None:
     """Prints a row per layout and rate, what it stands on, and what other routing would change."""
     rows = _sound(result)

@@ -116,6 +116,9 @@ class SimulateSection(Fleet, section="simulate"):
         memory_share: of a device's memory that weights, cache and step may take.
         interval: simulate everything at both ends of its 90 % interval, too.
         plan: see `PlanSection`.
+        points: a folder of published points in the columns of the package's `e2e_*` files, which "validate"
+            takes instead of them; None: the package's, and its tables and trace.
+        groups: beginnings of the groups of points that it simulates; none: all.
         seed: of the laws' draws.
     """
 
@@ -132,6 +135,8 @@ class SimulateSection(Fleet, section="simulate"):
     memory_share: OpenShare = 0.9
     interval: bool = True
     plan: PlanSection = field(default_factory=PlanSection)
+    points: str | None = None
+    groups: list[str] = field(default_factory=list)
     seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:

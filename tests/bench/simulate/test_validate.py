@@ -1,0 +1,114 @@
+"""The simulator's error: held-out cells, published points and a published trace, and what counts in it."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moejax.bench.simulate.config import SimulateSection
+from moejax.bench.simulate.points import CALIBRATION, rows_of_point, summary
+from moejax.bench.simulate.published import read_points
+from moejax.bench.simulate.tables import table_errors
+from moejax.bench.simulate.validate import run_validate
+from moejax.bench.traffic import ThroughputWorkload
+from moejax.core.config import EngineConfig
+from moejax.core.errors import ConfigError
+from moejax.report.experiments import print_result
+from moejax.results.result import Result
+from moejax.simulate.tables import FOLDER, rows_of
+from tests.bench.runs import run_into
+
+
+def validate(out: Path, section: SimulateSection) -> Result:
+    config = {"simulate": {"mode": "validate"}}
+    with run_into(out, "simulate", config) as run:
+        return run_validate(None, section, EngineConfig(), ThroughputWorkload(), run)
+
+
+A100 = "trtllm-0.14 a100_sxm_fp16"
+
+
+@pytest.fixture
+def few_points(tmp_path: Path) -> Path:
+    """Returns a folder with two rows of TensorRT-LLM's throughputs."""
+    folder = tmp_path / "points"
+    folder.mkdir()
+    lines = (FOLDER / "e2e_trtllm_0.14.csv").read_text().splitlines()
+    mixtral = [line for line in lines if line.startswith("Mixtral 8x7B")][:2]
+    (folder / "e2e_trtllm_0.14.csv").write_text("\n".join([lines[0], *mixtral, ""]))
+    return folder
+
+
+def test_points_have_names_of_their_own_and_calibration_names_them() -> None:
+    points = read_points()
+    ids = [point.id for point in points]
+    assert len(ids) == len(set(ids)) > 1000
+    listed = list(rows_of(FOLDER / CALIBRATION))
+    assert listed and {row["id"] for row in listed} <= set(ids)
+    assert all(point.reason or point.published for point in points)
+
+
+def test_a_folder_of_points_is_simulated_and_judged(tmp_path: Path, few_points: Path) -> None:
+    result = validate(
+        tmp_path / "out", SimulateSection(mode="validate", points=str(few_points), groups=[A100])
+    )
+    assert result["metrics"]["points"] > 0 and result["metrics"]["points_median_error"] < 0.2
+    assert not result["tables"] and not result["trace"]
+    assert (tmp_path / "out" / "points.csv").read_text().startswith("id,group")
+    console = Console(record=True, width=160)
+    print_result(result, console)
+    assert "Published points" in console.export_text()
+
+
+def test_groups_choose_among_the_points(tmp_path: Path, few_points: Path) -> None:
+    with pytest.raises(ConfigError, match=r"simulate\.groups=\['none'\]: no point .* groups: "):
+        validate(tmp_path / "out", SimulateSection(points=str(few_points), groups=["none"]))
+
+
+def test_no_folder_of_points(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        validate(tmp_path / "out", SimulateSection(points=str(tmp_path / "absent")))
+
+
+def test_a_broken_file_of_points_is_one_line(tmp_path: Path, few_points: Path) -> None:
+    file = few_points / "e2e_trtllm_0.14.csv"
+    file.write_text(file.read_text().replace("Mixtral 8x7B,", "Mixtral 8x7B,many"))
+    with pytest.raises(ConfigError, match=r"e2e_trtllm_0\.14\.csv") as caught:
+        validate(tmp_path / "out", SimulateSection(points=str(few_points)))
+    assert "\n" not in str(caught.value)
+
+
+def test_calibration_points_count_in_no_error(few_points: Path) -> None:
+    points = [point for point in read_points(few_points) if point.group == A100]
+    rows = [row for n, point in enumerate(points) for row in rows_of_point(point, used=n == 0)]
+    assert [row["used_for_calibration"] for row in rows] == [True, False]
+    (told,) = summary(rows)
+    assert told["count"] == 1 and told["median_error"] == pytest.approx(abs(rows[1]["error"]))
+
+
+def test_what_cannot_be_simulated_is_a_row_with_the_reason() -> None:
+    point = next(point for point in read_points() if point.reason)
+    assert all(row["simulated"] is None and row["note"] == point.reason for row in rows_of_point(point))
+
+
+def test_a_figure_that_the_simulator_made_itself_has_no_error(few_points: Path) -> None:
+    import dataclasses
+
+    point = next(point for point in read_points(few_points) if point.group == A100)
+    (row,) = rows_of_point(point)
+    again = dataclasses.replace(point, published={row["metric"]: row["simulated"]})
+    (same,) = rows_of_point(again)
+    assert same["error"] == 0.0 and same["inside"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["a100_80gb", "h100"])
+def test_tables_carry_as_far_as_their_page_says(device: str) -> None:
+    errors = {(row["operation"], row["held_out"]): row["median_error"] for row in table_errors(device)}
+    within = {operation: error for (operation, what), error in errors.items() if what == "point"}
+    assert len(within) >= 5 and max(within.values()) <= 0.045
+    assert errors["experts", "shape"] <= 0.06
+
+
+def test_shipped_tables_keep_their_licences() -> None:
+    assert {"README.md", "LICENSES.md"} <= {path.name for path in FOLDER.iterdir()}
