@@ -1,7 +1,6 @@
 """What lies between requests: idle time, full pools, broken sequences, aborts in the middle of a turn."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +39,7 @@ def test_no_step_is_left_in_flight_and_idle_time_is_nobodys(
         now[0] += 1.0
         return now[0]
 
-    monkeypatch.setattr("moejax.engine.core.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(tight.engine, "clock", clock)
     ids = prompt(5)
     stop = whole.greedy(ids, 3)[-1]
     records = []

@@ -68,19 +68,14 @@ def streamed(asked: RequestState) -> list[list[int]]:
 # -- time limits -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("moejax.engine.core.time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
-
-
 @KINDS
 @LOOPS
-def test_a_time_limit(kind: str, overlap: bool, clock: SimpleNamespace) -> None:
+def test_a_time_limit(kind: str, overlap: bool) -> None:
     """A step takes a second. Whoever is out of time ends before the next one, in any state, with the first of
     its tokens; the others do not notice; and the engine never says that it is idle too early."""
     asked, engine, want = workload(), build(kind, overlap), whole()
+    clock = SimpleNamespace(now=0.0)
+    engine.clock = lambda: clock.now
     limits = [None, 4.0, 1.5, None, 3.0, 2.0, None, 6.0, 1e300]
     for one, limit in zip(asked, limits, strict=True):
         for sequence in one.sequences:

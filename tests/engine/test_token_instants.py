@@ -39,15 +39,11 @@ class TimedRunner(FakeRunner):
         return handle[0]
 
 
-def served(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool, host: float, device: float, requests: list[RequestState]
-) -> list[StepRecord]:
+def served(overlap: bool, host: float, device: float, requests: list[RequestState]) -> list[StepRecord]:
     """Runs requests, the second submitted after two steps of the first; a delivery takes 3 seconds."""
     clock, records = SimpleNamespace(now=1.0), []
-    monkeypatch.setattr("moejax.engine.core.time", SimpleNamespace(perf_counter=lambda: clock.now))
-    engine = Engine(
-        Scheduler(BlockAllocator(64, 4), 8, 32), TimedRunner(clock, host, device), overlap=overlap
-    )
+    scheduler, runner = Scheduler(BlockAllocator(64, 4), 8, 32), TimedRunner(clock, host, device)
+    engine = Engine(scheduler, runner, overlap=overlap, clock=lambda: clock.now)
 
     def on_step(record: StepRecord) -> None:
         clock.now += 3.0
@@ -63,27 +59,25 @@ def served(
 
 
 @pytest.mark.parametrize(("host", "device", "gap"), [(4.0, 2.0, 7.0), (4.0, 10.0, 10.0), (0.5, 2.0, 3.5)])
-def test_the_last_gap_is_as_long_as_the_others(
-    monkeypatch: pytest.MonkeyPatch, host: float, device: float, gap: float
-) -> None:
+def test_the_last_gap_is_as_long_as_the_others(host: float, device: float, gap: float) -> None:
     """Nothing is launched behind the last step. Where the device waits for the host, the tokens before it
     were there before the launch that they were read after."""
     asked = request(0, 5, 9)
-    served(monkeypatch, True, host, device, [asked])
+    served(True, host, device, [asked])
     gaps = np.diff(asked.output.metrics.token_times)
     assert len(gaps) == 8 and gaps[1:].tolist() == [gap] * 7
 
 
-def test_the_plain_loops_instants_are_when_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_loops_instants_are_when_it_has_waited() -> None:
     asked = request(0, 5, 4)
-    records = served(monkeypatch, False, 4.0, 2.0, [asked])
+    records = served(False, 4.0, 2.0, [asked])
     assert np.diff(asked.output.metrics.token_times).tolist() == [9.0] * 3
     assert [record.time for record in records] == asked.output.metrics.token_times
 
 
-def test_a_request_that_comes_during_a_step_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_during_a_step_has_waited() -> None:
     """It is admitted by the next step's scheduling, and waited until then."""
-    records = served(monkeypatch, True, 4.0, 10.0, [request(0, 5, 9), request(1, 5, 3)])
+    records = served(True, 4.0, 10.0, [request(0, 5, 9), request(1, 5, 3)])
     assert [record.waiting for record in records][:4] == [1, 0, 0, 1]
     assert {record.left_waiting for record in records} == {0}
 
