@@ -65,8 +65,8 @@ def test_a_profile(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'cpu' has no known peak for float16"):
         run(LLM(llm.config, dtype="float16", engine=llm.engine_config, load_format="dummy"), tmp_path)
-    with pytest.raises(ConfigError, match="unknown device 'b200'"):
-        run(llm, tmp_path, kind="b200")
+    with pytest.raises(ConfigError, match="unknown device 'b2000'"):
+        run(llm, tmp_path, kind="b2000")
     with pytest.raises(ConfigError, match=r"exceeds engine\.max_num_seqs 2"):
         check(llm, ProfileWorkload(batch_size=3, prompt_len=4, output_len=6))
     with pytest.raises(ConfigError, match=r"30 \+ 6 tokens exceed the limit of 32"):

@@ -186,7 +186,12 @@ def test_rate_sweep_is_a_sweep_without_a_flag(capsys: pytest.CaptureFixture[str]
 
 
 # Sections in which an experiment's own config says something else than the dataclass.
-OTHER_THAN_DEFAULT = {"generate": {"sampling"}, "stress": {"engine"}, "quantization": {"quantization"}}
+OTHER_THAN_DEFAULT = {
+    "simulate": {"engine", "simulate"},
+    "generate": {"sampling"},
+    "stress": {"engine"},
+    "quantization": {"quantization"},
+}
 
 
 @pytest.mark.parametrize("name", names())
