@@ -10,15 +10,14 @@ from experiments.launch.schema import SimulateConfig
 def main(config: SimulateConfig) -> None:
     from moejax.bench.experiment_run import ExperimentRun
     from moejax.bench.simulate.plan import run_plan
-    from moejax.bench.simulate.run import run_simulate
+    from moejax.bench.simulate.run import Asked, run_simulate
     from moejax.bench.simulate.validate import run_calibrate, run_validate
 
     modes = {"run": run_simulate, "plan": run_plan, "validate": run_validate, "calibrate": run_calibrate}
     model = config.model
     with ExperimentRun.open("simulate", config, output_dir()) as run:
-        modes[config.simulate.mode](
-            model.source, config.simulate, config.engine, config.workload, run, load_format=model.load_format
-        )
+        asked = Asked(model.source, model.load_format, config.simulate, config.engine, config.workload)
+        modes[config.simulate.mode](asked, run)
 
 
 if __name__ == "__main__":

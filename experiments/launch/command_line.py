@@ -47,9 +47,8 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
         if positional is not None and not flagged and _is_word(argument):
             words.append(argument)
         elif match := _VARIANT.fullmatch(argument):
-            adds = (
-                "++" if match[2] in ("variants", "stages") else ""
-            )  # a misspelt section is Hydra's to explain
+            # A misspelt section is Hydra's to explain.
+            adds = "++" if match[2] in ("variants", "stages") else ""
             rest.append(f"{adds}{match[1]}={_quoted_list(items(match[3]))}")
         elif match := _NAMED.fullmatch(argument):
             section, name, keys, value = match.groups()

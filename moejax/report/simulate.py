@@ -184,30 +184,23 @@ def simulate_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_lines(rows: Sequence[Row]) -> list[str]:
-    """Returns for each rate the layout with the most good requests, or else tokens, a second; a winner only
-    where its interval is above the others'."""
+    """Returns for each rate the layout with the most good requests a second, or else the least TPOT, where
+    its interval is apart from the others'; nothing of rows without intervals."""
     lines = []
     for rate in dict.fromkeys(row["request_rate"] for row in rows):
-        of_rate = [row for row in rows if row["request_rate"] == rate]
-        if len(of_rate) < 2:
-            continue
+        words = []
         for metric, sign, word in (("request_goodput", 1, "good req/s"), ("median_tpot_ms", -1, "TPOT p50")):
-            known = [row for row in of_rate if row.get(metric) is not None]
-            best = max(known, key=lambda row: sign * row[metric], default=None)
-            if best is None:
+            known = [row for row in rows if row["request_rate"] == rate and f"{metric}_low" in row]
+            if len(known) < 2:
                 continue
-            end, other = ("low", "high") if sign > 0 else ("high", "low")
-            clear = all(
-                sign * best.get(f"{metric}_{end}", best[metric])
-                > sign * row.get(f"{metric}_{other}", row[metric])
-                for row in known
-                if row is not best
-            )
-            if clear:
-                lines.append(f"{rate:g} req/s: {best['layout']} has the best {word}, intervals apart")
+            words.append("no layout is ahead by more than the intervals")
+            best = max(known, key=lambda row: sign * row[metric])
+            near, far = ("low", "high") if sign > 0 else ("high", "low")
+            least = sign * best[f"{metric}_{near}"]
+            if all(least > sign * row[f"{metric}_{far}"] for row in known if row is not best):
+                words = [f"{best['layout']} has the best {word}, intervals apart"]
                 break
-        else:
-            lines.append(f"{rate:g} req/s: no layout is ahead by more than the intervals")
+        lines += [f"{rate:g} req/s: {word}" for word in words[:1]]
     return lines
 
 

@@ -53,9 +53,10 @@ _LAWS = {"0": RoutingLaw("even"), "1.01": RoutingLaw("power", {"exponent": 1.01}
 _HEAD_KEYS = {"heads": 1, "kv_heads": 1, "head_dim": 576}
 """Columns of a shape of heads, with what DeepSeek's latents have, of which tables of latent attention are."""
 
-EFFICIENCY = {"gemm": 0.7, "experts": 0.7, "decode": 0.6, "prefill": 0.45, "collective": 0.75, "small": 0.6}
-"""Share of the bound reached by operations of shapes that no table is near to: medians of the A100's tables
-(`experiments.simulate mode=validate`)."""
+EFFICIENCY = {"gemm": 0.62, "experts": 0.61, "decode": 0.4, "prefill": 0.39, "collective": 0.7, "small": 0.6}
+"""Share of the bound reached by operations that no table has: medians over shapes and sizes of the A100's
+tables; of collectives across nodes what Vidur's two nodes reach of their network with 64 MiB (`vidur_links`);
+of small operations an assumption."""
 
 
 class Estimate(NamedTuple):
@@ -117,7 +118,7 @@ class Kernels:
             measured.
         weights: the tables' name of the experts' dtype, and `dense` of all other weights'; `cache` of keys
             and values.
-        launch_s: the least time of an operation that no table has, in seconds.
+        launch_s: the least time of an operation that no table has, in seconds; an assumption.
         left_out: tells of a curve's keys whether it is not used, to hold it against what the others say.
     """
 
@@ -130,6 +131,7 @@ class Kernels:
     hardware: Hardware = field(init=False)
     left_out: Callable[[Mapping[str, str]], bool] | None = None
     _near: dict[Any, list[_Curve]] = field(default_factory=dict, init=False, repr=False)
+    _links: dict[str, dict[int, list[Curve]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KNOWN or KNOWN[self.kind].bandwidth is None:
@@ -360,14 +362,13 @@ class Kernels:
     def _collectives(self, op: str) -> dict[int, list[Curve]]:
         """Returns the measured curves of a collective by number of devices: an engine's own in a graph, and
         NCCL's, of which an engine takes the faster."""
-        key = ("collective", op)
-        if key not in self._near:
+        if op not in self._links:
             curves: dict[int, list[Curve]] = {}
             for fields, curve, other in self._curves("collectives", op=op):
                 if fields["mode"] != "eager" and (not other or fields["stack"].startswith("nccl")):
                     curves.setdefault(int(fields["gpus"]), []).append(curve)
-            self._near[key] = curves  # type: ignore[assignment]
-        return self._near[key]  # type: ignore[return-value]
+            self._links[op] = curves
+        return self._links[op]
 
 
 _MAKERS: dict[str, Callable[..., list[_Curve]]] = {

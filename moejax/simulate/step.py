@@ -10,7 +10,7 @@ groups that exchange tokens wait for the one with the most attention. Host arith
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -97,14 +97,15 @@ class GroupWork(NamedTuple):
 
 
 @dataclass
-class StepModel:
+class StepDurations:
     """Durations of one engine's steps on one device kind.
 
     Attributes:
         kernels: of the device.
         routing: the law of the experts' loads.
         host: what the engine adds.
-        stages: layers of each pipeline stage; None: balanced by number.
+        seed: of the law's draws.
+        stages: layers of each pipeline stage; None: all in one.
     """
 
     model: ModelConfig
@@ -113,6 +114,7 @@ class StepModel:
     routing: RoutingLaw
     host: HostCosts = field(default_factory=HostCosts)
     seed: int = 0
+    stages: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         model, parallel, split = self.model, self.parallel, self.parallel.tensor_size
@@ -120,20 +122,16 @@ class StepModel:
         self.heads = HeadShape(
             model.num_heads // split, model.num_kv_heads // kv, model.key_dim, model.kv_vectors
         )
-        self.sizes = attention_sizes(model)
         experts = model.num_experts + parallel.redundant_experts
         self.experts = ExpertShape(
             model.hidden_size, model.moe_intermediate_size // parallel.tp, experts // parallel.ep
         )
         self.loads = self.routing.loads(experts, model.num_experts_per_tok, parallel.ep, self.seed)
         self.meeting = parallel.ep if parallel.attention == "data" else 1
-        layers, each = range(model.num_layers), math.ceil(model.num_layers / parallel.pp)
-        given = parallel.stage_layers or [each] * parallel.pp
-        starts = [sum(given[:stage]) for stage in range(parallel.pp)]
-        self.stages = [layers[start : start + count] for start, count in zip(starts, given, strict=True)]
+        self.parts = self.stages or [range(model.num_layers)]
         self.windows = [
             Counter(model.sliding_windows[layer] for layer in stage if model.paged_layers[layer])
-            for stage in self.stages
+            for stage in self.parts
         ]
         ops = attribute(
             model, new_tokens=[1000], context=[1000], phase="prefill",
@@ -180,9 +178,8 @@ class StepModel:
 
     def _attention(self, stage: int, group: GroupWork) -> list[Part]:
         parts: list[Part] = []
-        mean = group.context / group.decodes if group.decodes else 0.0
         for window, layers in self.windows[stage].items():
-            seen = group.chunks
+            mean, seen = group.context / group.decodes if group.decodes else 0.0, group.chunks
             if window is not None:
                 mean = min(mean, float(window))
                 seen = tuple((count, min(end, count + window)) for count, end in seen)
@@ -195,7 +192,7 @@ class StepModel:
         if not tokens:
             return []
         model, parallel, kernels = self.model, self.parallel, self.kernels
-        D, split, layers = model.hidden_size, parallel.tensor_size, self.stages[stage]
+        D, split, layers = model.hidden_size, parallel.tensor_size, self.parts[stage]
         sparse = sum(model.moe_layers[layer] for layer in layers)
         linear = sum(not model.paged_layers[layer] for layer in layers)
         seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -239,7 +236,7 @@ class StepModel:
         for method in ("allgather", "all_to_all") if exchanged else ("none",):
             exchange = exchange_cost(method, model, parallel, tokens) if exchanged else Exchange()
             terms = step_comm(
-                model, parallel, tokens=tokens, rows=sampled, exchange=exchange, layers=self.stages[stage]
+                model, parallel, tokens=tokens, rows=sampled, exchange=exchange, layers=self.parts[stage]
             )
             timed = []
             for term in terms:

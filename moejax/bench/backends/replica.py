@@ -101,7 +101,7 @@ class FleetCosts:
         block_bytes: of a cache block on a device; `senders` devices have a part of each sequence.
         devices: of a replica.
         load_s: seconds until a replica's weights are read.
-        request_s: of each request that no replica is busy with: socket and tokenizer.
+        request_s: of each request before any replica sees it: socket and tokenizer.
         slo: objectives that autoscaling aims at.
     """
 

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from moejax.bench.backends.base import Backend
@@ -141,7 +142,7 @@ class SimulatedBackend(Backend):
         self._sent[output.request_id] = request
         self._at_site[site] += 1
         request.on_close, request.on_part = lambda: self._close(request), self._hand_over
-        self._at(arrival + self.costs.request_s + away, lambda now: self._begin(request, now))
+        self._at(arrival + self.costs.request_s + away, partial(self._begin, request))
         return output
 
     def _site(self) -> int:
@@ -179,7 +180,7 @@ class SimulatedBackend(Backend):
             later = min(
                 (replica.ready_at for replica in there), default=now + self.fleet.autoscale.interval_s
             )
-            self._at(later, lambda then: self._place(request, sample, part, then))
+            self._at(later, partial(self._place, request, sample, part))
             return
         router = self._routers[part, request.site]
         replica = serving[router.choose([each.load() for each in serving], sample.tokens)]
@@ -205,7 +206,7 @@ class SimulatedBackend(Backend):
         for name, amount in (("times", 1), ("bytes", sent * costs.senders), ("seconds", there - start)):
             self.sent[name] += amount
         request.replica = None
-        self._at(there, lambda then: self._place(request, request.renew(known), "decode", then))
+        self._at(there, partial(self._place, request, request.renew(known), "decode"))
 
     def abort(self, request_id: str) -> None:
         if (request := self._sent.get(request_id)) is None:
@@ -244,7 +245,7 @@ class SimulatedBackend(Backend):
             if request.replica is replica:
                 request.replica, again = None, replica.ended
                 self._requeued += 1
-                self._at(again, lambda then, request=request: self._begin(request, then))  # type: ignore[misc]
+                self._at(again, partial(self._begin, request))
 
     def _scale(self, now: float) -> None:
         """Starts replicas or has one drain, by what was seen since the last look."""

@@ -18,7 +18,7 @@ from typing import Any
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.simulate.config import PlanSection, SimulateSection
 from moejax.bench.simulate.replicas import Deployment, deploy
-from moejax.bench.simulate.run import simulated_kind, simulated_model, simulated_row, start_simulated
+from moejax.bench.simulate.run import Asked, simulated_kind, simulated_row, start_simulated
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
@@ -183,20 +183,12 @@ def _rank(row: dict[str, Any], rate: str) -> tuple[float, ...]:
     return (math.inf if cost is None else cost, -(row[rate] or 0.0) / (row["num_devices"] / row["replicas"]))
 
 
-def run_plan(
-    source: Any,
-    section: SimulateSection,
-    engine: EngineConfig,
-    workload: ThroughputWorkload,
-    run: ExperimentRun,
-    *,
-    load_format: Any = "auto",
-) -> Result:
+def run_plan(asked: Asked, run: ExperimentRun) -> Result:
     """Plans a deployment and finishes `run`; `cases` are `plan_rows`. Errors are theirs."""
-    model, price = simulated_model(source, load_format), run.price.per_hour if run.price else None
-    devices = section.plan.devices or {simulated_kind(run): price}
-    start_simulated(run, workload, "/".join(devices))
-    rows = plan_rows(model, engine, section, workload, devices)
+    model, price = asked.model, run.price.per_hour if run.price else None
+    devices = asked.section.plan.devices or {simulated_kind(run): price}
+    start_simulated(run, asked.workload, "/".join(devices))
+    rows = plan_rows(model, asked.engine, asked.section, asked.workload, devices)
     best = rows[0]
     names = ("num_devices", "replicas", "batch_size", "output_throughput", "median_ttft_ms", "median_tpot_ms",
              "cost_per_million_output_tokens")  # fmt: skip
@@ -204,6 +196,6 @@ def run_plan(
         metrics={name: best.get(name) for name in names} | {"best_layout": best["layout"]},
         cases=[{"case": number, **row} for number, row in enumerate(rows)],
         hardware={"kind": best["device_kind"], "simulated": True},
-        slo=dataclasses.asdict(workload.slo),
+        slo=dataclasses.asdict(asked.workload.slo),
     )
     return run.finish(result, tables={"layouts": result["cases"]})

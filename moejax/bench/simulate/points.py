@@ -22,11 +22,12 @@ from moejax.core.parallel import check_parallel
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Plan
 from moejax.results.metrics import Slo
+from moejax.sharding.pipeline import split_layers
 from moejax.simulate.calibration import Calibration, load_calibration
 from moejax.simulate.kernels import Kernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
-from moejax.simulate.step import OPERATIONS, GroupWork, Part, StepModel, StepTime, relative_spread
+from moejax.simulate.step import OPERATIONS, GroupWork, Part, StepDurations, StepTime, relative_spread
 from moejax.simulate.tables import FOLDER, SOURCES, rows_of
 
 CALIBRATION = "calibration_points.csv"
@@ -138,7 +139,8 @@ def simulate_point(
     law = law or next((known for name, known in _LAWS.items() if model.family.startswith(name)), None)
     law = law or RoutingLaw("uniform")
     kernels = Kernels(point.device, point.stack.split("-")[0], point.weights, point.dense, point.cache)
-    step = StepModel(model, parallel, kernels, law, calibration.host)
+    stages = split_layers(model, parallel.pp)
+    step = StepDurations(model, parallel, kernels, law, calibration.host, stages=stages)
     large = point.device != "a100_80gb"
     sizes = (point.prompt, point.output)
     longest = [size if isinstance(size, int) else size.high for size in sizes]

@@ -86,13 +86,15 @@ def read_points(folder: Path = FOLDER) -> list[Point]:
     points: list[Point] = []
     for path in sorted(folder.glob("e2e_*.csv*")):
         reader = next((read for start, read in _READERS.items() if path.name.startswith(start)), None)
+        if reader is None:
+            continue
         try:
-            for number, row in enumerate(rows_of(path) if reader else ()):
-                points += reader(row, number)  # type: ignore[misc]
+            for number, row in enumerate(rows_of(path)):
+                points += reader(row, number)
         except (KeyError, ValueError, ConfigError) as error:
             raise ConfigError(f"{path}: {type(error).__name__}: {error}") from None
     if not points:
-        raise ConfigError(f"validate.points={folder} has no file e2e_*.csv with points")
+        raise ConfigError(f"simulate.points={folder} has no file e2e_*.csv with points")
     return points
 
 

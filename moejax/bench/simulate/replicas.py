@@ -23,7 +23,7 @@ from moejax.simulate.fleet import Link
 from moejax.simulate.kernels import WEIGHTS, Kernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
-from moejax.simulate.step import StepModel
+from moejax.simulate.step import StepDurations
 
 
 class Room(NamedTuple):
@@ -51,7 +51,7 @@ class Deployment:
     parallel: ParallelConfig
     engine: EngineConfig
     room: Room
-    step: StepModel
+    step: StepDurations
     calibration: Calibration
 
     def backend(
@@ -116,7 +116,8 @@ def deploy(
     kernels = section.kernels(kind)
     room = device_room(model, parallel, engine, kernels, section.memory_share)
     calibration = load_calibration(kind, section.stack)
-    step = StepModel(model, parallel, kernels, law, calibration.host, section.seed)
+    stages = split_layers(model, parallel.pp, parallel.stage_layers)
+    step = StepDurations(model, parallel, kernels, law, calibration.host, section.seed, stages)
     return Deployment(name, model, parallel, engine, room, step, calibration)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
@@ -32,24 +32,32 @@ WITH_INTERVAL = (
 """Metrics whose 90 % intervals are told."""
 
 
-def run_simulate(
-    source: Any,
-    section: SimulateSection,
-    engine: EngineConfig,
-    workload: ThroughputWorkload,
-    run: ExperimentRun,
-    *,
-    load_format: Any = "auto",
-) -> Result:
+class Asked(NamedTuple):
+    """A simulation's configuration: the model, as `LLM` opens it, and the sections."""
+
+    source: Any
+    load_format: Any
+    section: SimulateSection
+    engine: EngineConfig
+    workload: ThroughputWorkload
+
+    @property
+    def model(self) -> ModelConfig:
+        """The configuration in bfloat16, in which tables were measured. Raises `ConfigError`: an unknown
+        model."""
+        return find_model(self.source, self.load_format)[1].replace(dtype="bfloat16")
+
+
+def run_simulate(asked: Asked, run: ExperimentRun) -> Result:
     """Simulates a model on `run.hardware_kind` ("auto" is the A100) and finishes `run`; `cases` has a row per
     layout and rate.
 
     Raises:
         ConfigError: an unknown model or device, or a request that is too long.
     """
-    kind = simulated_kind(run)
+    section, engine, workload, kind = asked.section, asked.engine, asked.workload, simulated_kind(run)
     section.kernels(kind)  # refused once, not by each layout
-    model = simulated_model(source, load_format)
+    model = asked.model
     law = section.routing.law
     if section.routing.trace is not None:
         law = RoutingLaw(
@@ -87,7 +95,7 @@ def run_simulate(
     rows += [
         {"case": len(rows) + i, "layout": name, "error": why} for i, (name, why) in enumerate(refused.items())
     ]
-    laws = _laws(deployments, section, workload, rates[0], plans[rates[0]], kind)
+    laws = _laws(deployments, section, workload, rates[0], plans[rates[0]])
     sound = [row for row in rows if row["error"] is None]
     best = max(sound, key=lambda row: row["request_goodput"] or row["output_throughput"] or 0.0)
     result = run.result(
@@ -105,15 +113,6 @@ def run_simulate(
 def simulated_kind(run: ExperimentRun) -> str:
     """Returns the device kind that a run asks for; "auto" is the A100."""
     return "a100_80gb" if run.hardware_kind == "auto" else run.hardware_kind
-
-
-def simulated_model(source: Any, load_format: Any) -> ModelConfig:
-    """Returns a model's configuration in bfloat16, in which tables were measured.
-
-    Raises:
-        ConfigError: an unknown model.
-    """
-    return find_model(source, load_format)[1].replace(dtype="bfloat16")
 
 
 def start_simulated(run: ExperimentRun, workload: ThroughputWorkload, device: str) -> None:
@@ -197,7 +196,6 @@ def _laws(
     workload: ThroughputWorkload,
     rate: float,
     plan: Sequence[PlannedRequest],
-    kind: str,
 ) -> list[dict[str, Any]]:
     """Returns each layout's TPOT and tokens/s at a rate under other laws of routing."""
     given, rows = dataclasses.replace(workload, request_rate=rate), []

@@ -20,7 +20,7 @@ from moejax.results.metrics import RequestRecord, compute_metrics
 from moejax.simulate.profiled import ProfiledKernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
-from moejax.simulate.step import HostCosts, StepModel
+from moejax.simulate.step import HostCosts, StepDurations
 from moejax.simulate.tables import FOLDER, rows_of
 
 LAWS = (RoutingLaw("zipf"), RoutingLaw("uniform"), RoutingLaw("even"))
@@ -58,7 +58,7 @@ def published() -> list[RequestRecord]:
 def simulate(records: Sequence[RequestRecord], law: RoutingLaw) -> list[RequestRecord]:
     """Returns the same requests as the simulator serves them."""
     parallel = ParallelConfig(ep=2, attention="data")
-    step = StepModel(_MODEL, parallel, ProfiledKernels(), law, HostCosts(step_s=0.0, row_s=0.0))
+    step = StepDurations(_MODEL, parallel, ProfiledKernels(), law, HostCosts(step_s=0.0, row_s=0.0))
     make = lambda: simulated_engine(_ENGINE, step.time, _BLOCKS, groups=parallel.data_groups)  # noqa: E731
     backend = _FromTheQueue(_MODEL, _ENGINE, make)
     asked = [(one.metrics.arrival_time, [0] * one.prompt_len, one.output_len) for one in records]

@@ -7,14 +7,11 @@ from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.simulate.calibrate import calibrate, widths, write_calibration
-from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.simulate.points import CALIBRATION, rows_of_point, summary, write_rows
 from moejax.bench.simulate.published import read_points
-from moejax.bench.simulate.run import start_simulated
+from moejax.bench.simulate.run import Asked, start_simulated
 from moejax.bench.simulate.tables import table_errors
 from moejax.bench.simulate.trace import rows as trace_rows
-from moejax.bench.traffic import ThroughputWorkload
-from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.report.progress import progress
 from moejax.results.result import Result
@@ -22,21 +19,14 @@ from moejax.simulate.kernels import TABLES
 from moejax.simulate.tables import FOLDER, rows_of
 
 
-def run_validate(
-    source: Any,
-    section: SimulateSection,
-    engine: EngineConfig,
-    workload: ThroughputWorkload,
-    run: ExperimentRun,
-    *,
-    load_format: Any = "auto",
-) -> Result:
+def run_validate(asked: Asked, run: ExperimentRun) -> Result:
     """Holds out tables' cells and shapes, simulates published points and a published trace, and finishes
     `run`; points.csv and tables.csv lie beside result.json. The configured model and engine are not used.
 
     Raises:
         ConfigError: `simulate.points` is no folder, or a file in it cannot be read.
     """
+    section = asked.section
     folder = Path(section.points or FOLDER)
     if not folder.is_dir():
         raise ConfigError(
@@ -50,7 +40,7 @@ def run_validate(
         raise ConfigError(
             f"simulate.groups={section.groups}: no point of {folder} is in them; groups: {groups}"
         )
-    start_simulated(run, workload, "/".join(TABLES))
+    start_simulated(run, asked.workload, "/".join(TABLES))
     used = {row["id"] for row in rows_of(FOLDER / CALIBRATION)}
     with progress("validating", total=len(points) + len(TABLES) + 1) as task:
         tables: list[dict[str, Any]] = []
@@ -85,18 +75,10 @@ def run_validate(
     return run.finish(result, files=[run.out_dir / name for name in files])
 
 
-def run_calibrate(
-    source: Any,
-    section: SimulateSection,
-    engine: EngineConfig,
-    workload: ThroughputWorkload,
-    run: ExperimentRun,
-    *,
-    load_format: Any = "auto",
-) -> Result:
+def run_calibrate(asked: Asked, run: ExperimentRun) -> Result:
     """Chooses the constants of engines on the listed points, writes the package's calibration.json, and
     finishes `run`. The configured model and engine are not used."""
-    start_simulated(run, workload, "/".join(TABLES))
+    start_simulated(run, asked.workload, "/".join(TABLES))
     entries = calibrate()
     write_calibration(entries, widths(list(TABLES), entries))
     result = run.result(metrics={"points": sum(entry["points"] for entry in entries)}, calibration=entries,

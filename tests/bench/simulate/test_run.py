@@ -1,7 +1,6 @@
 """The simulation experiment: rows, intervals, plans and refusals, on shapes that were never measured too."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from moejax.bench.simulate.config import PlanSection, RoutingSection, SimulateSection, parse_layout
 from moejax.bench.simulate.plan import layouts, plan_rows, run_plan, steady_state
 from moejax.bench.simulate.replicas import Deployment, deploy
-from moejax.bench.simulate.run import WITH_INTERVAL, run_simulate
+from moejax.bench.simulate.run import WITH_INTERVAL, Asked, run_simulate
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
@@ -21,6 +20,7 @@ from moejax.report.experiments import print_result, save_plots
 from moejax.report.simulate import verdict_lines
 from moejax.results.compare import compare
 from moejax.results.metrics import Slo
+from moejax.simulate.step import GroupWork
 from moejax.simulate.tables import SOURCES
 from tests.bench.runs import run_into
 from tests.model_shapes import LATENT, TWO_LAYERS
@@ -40,7 +40,7 @@ def simulate(out: Path, model: ModelConfig = LARGE, **changes: Any) -> dict[str,
     section = dataclasses.replace(SECTION, **changes)
     config = {"simulate": dataclasses.asdict(section)}
     with run_into(out, "simulate", config, hardware_kind="h100") as run:
-        return run_simulate(model, section, ENGINE, WORKLOAD, run, load_format="dummy")
+        return run_simulate(Asked(model, "dummy", section, ENGINE, WORKLOAD), run)
 
 
 def test_every_case_has_an_interval_a_law_and_its_sources(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_plan_s_best_keeps_the_objectives(tmp_path: Path) -> None:
     section = dataclasses.replace(SECTION, mode="plan", plan=plan, interval=False)
     config = {"simulate": dataclasses.asdict(section)}
     with run_into(tmp_path, "simulate", config) as run:
-        result = run_plan(LARGE, section, ENGINE, WORKLOAD, run, load_format="dummy")
+        result = run_plan(Asked(LARGE, "dummy", section, ENGINE, WORKLOAD), run)
     rows = result["cases"]
     best = rows[0]
     assert best["request_goodput"] >= 0.9 * best["request_throughput"]
@@ -211,8 +211,6 @@ def test_a_plan_for_an_unknown_device() -> None:
 def test_devices_without_tables_give_a_bound(tmp_path: Path) -> None:
     for kind in ("l4", "mi300x", "tpu_v5e", "t10"):
         step = deployment(kind=kind).step
-        from moejax.simulate.step import GroupWork
-
         parts = step.of([GroupWork(8, 800, (), 8)]).parts
         assert {part.source for part in parts} == {"roofline"}
         assert KNOWN[kind].bandwidth is not None
@@ -230,4 +228,23 @@ def test_a_winner_needs_intervals_that_are_apart() -> None:
         | {"layout": "c", "median_tpot_ms": 20.0, "median_tpot_ms_low": 16.0, "median_tpot_ms_high": 24.0},
     ]
     assert "a has the best TPOT p50" in verdict_lines(far)[0]
-    assert not verdict_lines(rows[:1]) and list(itertools.pairwise(far))
+    assert not verdict_lines(rows[:1]) and not verdict_lines([base, near])
+
+
+def test_windows_of_some_layers_do_not_shorten_the_others() -> None:
+    def seconds(*windows: int | None) -> float:
+        model = LARGE.replace(sliding_windows=windows)
+        step = deploy("single", model, ParallelConfig(), ENGINE, SECTION, "h100", SECTION.routing.law).step
+        return step.of([GroupWork(16, 16 * 900, (), 16)]).seconds
+
+    assert seconds(64, 64) < seconds(64, None) < seconds(None, None)
+    assert seconds(64, None) == pytest.approx(seconds(None, 64))
+
+
+def test_uneven_pipeline_stages_have_all_layers() -> None:
+    model = LARGE.replace(num_layers=9, moe_layers=(True,) * 9, sliding_windows=(None,) * 9)
+    law = SECTION.routing.law
+    for name in ("pp8", "pp2"):
+        step = deploy(name, model, parse_layout(name), ENGINE, SECTION, "h100", law).step
+        assert [layer for stage in step.parts for layer in stage] == list(range(9)) and all(step.parts)
+        assert step.of([GroupWork(8, 800, ((64, 64),), 9)]).seconds > 0

@@ -1,6 +1,8 @@
 """The simulator's error: held-out cells, published points and a published trace, and what counts in it."""
 
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -8,6 +10,7 @@ from rich.console import Console
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.simulate.points import CALIBRATION, rows_of_point, summary
 from moejax.bench.simulate.published import read_points
+from moejax.bench.simulate.run import Asked
 from moejax.bench.simulate.tables import table_errors
 from moejax.bench.simulate.validate import run_validate
 from moejax.bench.traffic import ThroughputWorkload
@@ -15,6 +18,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.report.experiments import print_result
 from moejax.results.result import Result
+from moejax.simulate.kernels import EFFICIENCY, Kernels
 from moejax.simulate.tables import FOLDER, rows_of
 from tests.bench.runs import run_into
 
@@ -22,7 +26,7 @@ from tests.bench.runs import run_into
 def validate(out: Path, section: SimulateSection) -> Result:
     config = {"simulate": {"mode": "validate"}}
     with run_into(out, "simulate", config) as run:
-        return run_validate(None, section, EngineConfig(), ThroughputWorkload(), run)
+        return run_validate(Asked(None, "auto", section, EngineConfig(), ThroughputWorkload()), run)
 
 
 A100 = "trtllm-0.14 a100_sxm_fp16"
@@ -108,6 +112,27 @@ def test_tables_carry_as_far_as_their_page_says(device: str) -> None:
     within = {operation: error for (operation, what), error in errors.items() if what == "point"}
     assert len(within) >= 5 and max(within.values()) <= 0.045
     assert errors["experts", "shape"] <= 0.06
+
+
+@pytest.mark.slow
+def test_efficiencies_are_medians_of_the_tables() -> None:
+    kernels = Kernels("a100_80gb")
+    products = [curve for curve in kernels._gemms(4096, 4096) if curve.away < 3]  # of models' sizes
+    places: dict[str, tuple[Any, list[tuple[float, ...]]]] = {
+        "gemm": (products, [(m,) for m in (1, 16, 64, 512, 4096)]),
+        "experts": (kernels._experts(2048, 768, 128), [(rows,) for rows in (0.1, 1, 4, 32, 256)]),
+        "decode": (
+            kernels._decodes(32, 4, 128, 2),
+            [(4 * b, n) for b in (1, 16, 64, 256) for n in (512, 2048, 8192)],
+        ),
+        "prefill": (
+            kernels._prefills(32, 4, 128, 2),
+            [(4 * b, n) for b in (1, 4) for n in (512, 2048, 8192)],
+        ),
+    }
+    for name, (curves, at) in places.items():
+        shares = [curve.bound(*place) / curve.seconds(*place) for curve in curves for place in at]
+        assert statistics.median(shares) == pytest.approx(EFFICIENCY[name], abs=0.02), name
 
 
 def test_shipped_tables_keep_their_licences() -> None:
