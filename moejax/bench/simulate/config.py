@@ -171,7 +171,9 @@ class SimulateSection(Fleet, section="simulate"):
         served = []
         for name, fields in changes:
             try:
-                made = {key: Lengths(**v) if isinstance(v, dict) else v for key, v in fields.items()}
+                made: dict[str, Any] = {
+                    key: Lengths(**v) if isinstance(v, dict) else v for key, v in fields.items()
+                }
                 one = dataclasses.replace(workload, **made)
             except (ConfigError, TypeError) as error:
                 known = [item.name for item in dataclasses.fields(ThroughputWorkload)]

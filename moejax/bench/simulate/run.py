@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -192,7 +193,7 @@ def simulated_row(
         "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
         "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
         "memory_gb": (held := deployment.room.held(row["cache_use_peak"])) / 1e9,
-        "device_memory_use_peak": held / KNOWN[deployment.step.kernels.kind].memory,
+        "device_memory_use_peak": held / (deployment.step.kernels.hardware.memory or math.inf),
         "routing_law": str(deployment.step.routing),
         "relative_spread": spread,
         **{f"from_{name}": sum(v for (_, source), v in shares.items() if source == name) for name in SOURCES},
