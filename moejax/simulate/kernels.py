@@ -7,6 +7,7 @@ from one number of expert ranks to another: what a rank computes is looked up as
 """
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ _NEAR, _FAR, _OTHER_STACK, _SAME = 2, 2.5, 0.5, 1e-3
 """Curves of other shapes that an estimate is the mean of; the distance, a sum of logarithms of ratios, from
 which on none is near; how much further away another stack's counts, unless its shape is the same; and the
 distance below which it is."""
+
+_UNTUNED = 2.5
+"""Times as slow as another stack's the experts of a shape are where their kernel was not tuned: TensorRT-LLM's
+of some shapes are 3 to 10 times, what stacks differ by otherwise is under 2."""
 
 _LAWS = {"0": RoutingLaw("even"), "1.01": RoutingLaw("power", {"exponent": 1.01})}
 """Laws of a table's curves by their skew."""
@@ -319,6 +324,7 @@ class Kernels:
 
     def _experts(self, hidden: int, inter: int, experts: int) -> list[_Curve]:
         dtype, found = self._of_dtype("moe", self.weights, ep="1")
+        found = _tuned(found)
         curves, floor = [], self._floor(found)
         even = {fields["stack"] for fields, *_ in found if fields["skew"] == "0"}
         for fields, curve, other in found:
@@ -385,6 +391,26 @@ _MAKERS: dict[str, Callable[..., list[_Curve]]] = {
     "decode": Kernels._decodes,
     "prefill": Kernels._prefills,
 }
+
+
+def _tuned(found: list[_Found]) -> list[_Found]:
+    """Returns expert curves without those for which an engine took a kernel that was not tuned: slower by
+    `_UNTUNED` than another stack's of the same shape, in the median over the tokens that both have."""
+    same: dict[tuple[str, ...], list[_Found]] = {}
+    for one in found:
+        shape = tuple(value for name, value in one[0].items() if name not in ("stack", "kernel"))
+        same.setdefault(shape, []).append(one)
+
+    def slower(curve: Curve, other: Curve) -> float:
+        both = [x for x in curve.xs if other.measured(x)]
+        return statistics.median([curve.at(x) / other.at(x) for x in both]) if both else 0.0
+
+    return [
+        one
+        for alike in same.values()
+        for one in alike
+        if not any(slower(one[1], other[1]) > _UNTUNED for other in alike)
+    ]
 
 
 def _away(shape: float, other: float) -> float:
