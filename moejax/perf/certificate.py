@@ -11,7 +11,7 @@ from moejax.core.words import byte_words
 from moejax.perf.memory import StageMemory
 from moejax.perf.sizes import DTYPE_BYTES, KV_CODE_BYTES, PLAIN_KEYS, attention_params, state_bytes
 
-STEP_ERROR = 0.2
+STEP_ERROR = 0.3
 """Share that the formula's steps may be off by (docs/log.md); nothing is refused for less."""
 _WIDE = 4
 """Bytes of a number that XLA:CPU computes with, whatever it is stored in."""
@@ -215,10 +215,10 @@ def _plain_attention(
         # Queries, keys, values and gates, padded and not; states before and after.
         states = 2 * rows * state_bytes(model, parallel.tensor_size)
         needs = max(needs, N * (9 * H * Dh + model.hidden_size) * _WIDE + states)
-    # Queries and results of every block; blocks of latents are turned, and codes widened.
+    # Queries and results of every block; blocks of latents are turned, codes and 16 bits widened.
     met = blocks * H * (max(2 * width, model.key_dim + 2 * block_size) + rows) * _WIDE
     met += blocks * block_size * width * _WIDE if latent else 0
-    if kv_dtype in KV_CODE_BYTES:
-        vectors = model.kv_vectors
-        met += vectors * min(blocks * block_size * stored // vectors, _CODES) * _WIDE
+    if kv_dtype in KV_CODE_BYTES or (b < _WIDE and not latent):
+        most = model.kv_vectors * _CODES if kv_dtype in KV_CODE_BYTES else blocks * block_size * stored
+        met += min(blocks * block_size * stored, most) * _WIDE
     return each, max(needs, met)

@@ -166,6 +166,7 @@ def simulated_row(
         "error": None,
         "num_devices": devices,
         "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
+        **deployment.room.memory.row(),
         "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
         "routing_law": str(deployment.step.routing),
         "relative_spread": spread,
