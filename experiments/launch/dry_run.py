@@ -93,9 +93,7 @@ def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
     for llm in engines[:1]:
         kind = config.hardware.kind
         # What the run will compile first of all; not for another device.
-        memory = llm.check_memory(
-            device_limit(kind, llm.parallel_config.num_devices), compiles=is_here(kind)
-        )
+        memory = llm.check_memory(device_limit(kind, llm.parallel_config.num_devices), compiles=is_here(kind))
         chosen = [f"  {item}" for item in llm.resolutions if item.key != "memory"]
         lines += [f"  {memory.line()}", *chosen]
     return lines

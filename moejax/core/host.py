@@ -123,23 +123,17 @@ def host_memory(root: str | os.PathLike[str] = "/") -> float:
 
 
 def _left_in_groups(root: Path) -> Iterator[float]:
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
+    groups = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+    for _, controllers, path in groups:
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
         place = top / path.strip("/")
-        for folder in (place, *place.parents):
-            limit, used = (_text(folder / name).strip() for name in names)
-            if folder.is_relative_to(top) and limit.isdecimal() and used.isdecimal():
+        for folder in (place, *place.parents) if controllers in ("", "memory") else ():
+            sizes = [_text(folder / f"memory.{name}").strip() for name in (limit, used)]
+            if folder.is_relative_to(top) and all(size.isdecimal() for size in sizes):
                 # Files that were read lately count as used, and are given up when memory is wanted.
                 files = re.findall(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
-                yield max(float(limit) - float(used) + max(map(float, files), default=0.0), 0.0)
+                yield max(float(sizes[0]) - float(sizes[1]) + max(map(float, files), default=0.0), 0.0)
 
 
 def _text(path: Path) -> str:

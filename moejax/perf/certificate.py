@@ -167,7 +167,9 @@ def step_bytes(
         wide = H * (model.head_dim + (model.key_dim if latent else 0)) + _stored(model, parallel)
         attention = N * (wide * b + H * (latent.kv_rank if latent else model.head_dim) * 4)
         sampler = logits * ((4 * _SAMPLED if sampled else b) + b * (tensor > 1))
-        products = (assigned + min(assigned, _KERNEL_ROWS * model.num_experts // parallel.ep)) * (F * b + D * 4)
+        products = (assigned + min(assigned, _KERNEL_ROWS * model.num_experts // parallel.ep)) * (
+            F * b + D * 4
+        )
     else:
         each, attention = _plain_attention(model, parallel, rows, tokens, blocks, block_size, kv_dtype)
         attention += attention_params(model) // tensor * _WIDE * quantized  # codes of a layer, widened
@@ -210,7 +212,9 @@ def _plain_attention(
         needs = N * (H * (Dh + model.key_dim) + model.hidden_size + 2 * stored) * _WIDE
         needs += (2 * tokens + _TILE) * H * width * b
         needs += (tokens + _PLAIN_QUERIES) * H * (latent.value_dim + 2) * 4
-        needs += PLAIN_KEYS * H * (2 * min(tokens, _PLAIN_QUERIES) + latent.nope_dim + latent.value_dim) * _WIDE
+        needs += (
+            PLAIN_KEYS * H * (2 * min(tokens, _PLAIN_QUERIES) + latent.nope_dim + latent.value_dim) * _WIDE
+        )
     if any(model.linear_layers):
         # Queries, keys, values and gates, padded and not; states before and after.
         states = 2 * rows * state_bytes(model, parallel.tensor_size)

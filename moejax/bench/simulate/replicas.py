@@ -220,9 +220,17 @@ def _room(
 @functools.lru_cache(maxsize=256)
 def _held(model: ModelConfig, parallel: ParallelConfig, block_size: int, sequences: int) -> StageMemory:
     """Returns what the fullest stage holds with one block."""
-    sizes = {"num_blocks": 1, "block_size": block_size, "sequences": sequences + 1}
-    stages = split_layers(model, parallel.pp, parallel.stage_layers)
-    return largest(device_memory(model, parallel, _declared(model), **sizes, stages=stages))
+    return largest(
+        device_memory(
+            model,
+            parallel,
+            _declared(model),
+            num_blocks=1,
+            block_size=block_size,
+            sequences=sequences + 1,
+            stages=split_layers(model, parallel.pp, parallel.stage_layers),
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4)

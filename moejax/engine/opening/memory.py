@@ -53,13 +53,10 @@ class EngineMemory:
     def of(cls, resolved: ResolvedEngine, weights: Weights) -> "EngineMemory":
         """Returns the memory of an engine with these weights, which need no values."""
         declared = {name: spec for stage in weights.stages for name, spec in specs(stage).items()}
-        return cls(resolved, declared, any(weight for stage in weights.stages for weight in quantized_weights(stage)))
+        return cls(resolved, declared, any(list(quantized_weights(stage)) for stage in weights.stages))
 
     def certificate(
-        self,
-        limit: float | None = None,
-        compiled_step: float | None = None,
-        cache: CacheSpec | None = None,
+        self, limit: float | None = None, step: float | None = None, cache: CacheSpec | None = None
     ) -> Certificate:
         """Returns what a device holds, against `limit` bytes. The largest step is by formula, and the cache
         what will be made beside weights that are not there yet, unless they are given.
@@ -78,26 +75,22 @@ class EngineMemory:
             if limit is None or largest(held).weights <= limit:
                 raise
             cache = CacheSpec(0, engine.block_size, resolved.max_model_len, resolved.kv_cache.value)
-        sizes: dict[str, Any] = {"num_blocks": cache.num_blocks, "block_size": cache.block_size}
-        windows = {"window": cache.window, "window_blocks": cache.window_blocks}
-        states = {"sequences": engine.max_num_seqs + 1, "dtype": cache.dtype, "stages": stages}
-        held = device_memory(model, parallel, self.declared, **sizes, **windows, **states)
+        sizes: dict[str, Any] = cache._asdict() | {"sequences": engine.max_num_seqs + 1, "stages": stages}
+        del sizes["max_model_len"]
+        held = device_memory(model, parallel, self.declared, **sizes)
         # Prompts of all sequences may be fewer tokens than a step takes.
         tokens = min(engine.max_num_batched_tokens, engine.max_num_seqs * cache.max_model_len)
         rows, tokens = (-(-size // resolved.microbatches) for size in (engine.max_num_seqs, tokens))
-        step = compiled_step or step_bytes(
+        formula = step_bytes(
             model, parallel, rows, tokens, blocks=cache.num_blocks, block_size=cache.block_size,
             kv_dtype=cache.dtype, quantized=self.quantized, kernels=resolved.kernels != "xla",
         )  # fmt: skip
-        return Certificate(largest(held), step, self._beside(), limit, compiled_step is not None)
-
-    def _beside(self) -> float:
-        engine, prefixes = self.resolved.engine, self.resolved.prefix_cache
-        counts = 4.0 * (engine.max_num_seqs + 1) * self.resolved.config.vocab_size
+        prefixes = resolved.prefix_cache
         stores = engine.swap_memory_gb * (engine.preemption != "recompute")
         stores += prefixes.host_memory_gb * (prefixes.enabled and prefixes.place == "host")
-        on_host = self.resolved.platform == "cpu"
-        return counts + on_host * stores * 1e9 / self.resolved.parallel.num_devices
+        beside = 4.0 * (engine.max_num_seqs + 1) * model.vocab_size
+        beside += (resolved.platform == "cpu") * stores * 1e9 / parallel.num_devices
+        return Certificate(largest(held), step or formula, beside, limit, step is not None)
 
     def compiled_step(self, weights: Weights) -> float:
         """Compiles the largest step, of weights without values, for the devices that are here, and returns
@@ -110,8 +103,8 @@ class EngineMemory:
         key = StepKey(*sizes, runner.limits.segment_ends[-1], 1, _MODE, False, -1)
         parts = runner.stages if isinstance(runner, PipelineRunner) else [runner]
         programs = [program for part in parts for program in part.programs(key)]
-        steps: list[Any] = [CompileLedger().get(*program).memory_analysis() for program in programs]
-        return float(max(step.temp_size_in_bytes for step in steps))
+        steps: list[Any] = [CompileLedger().get(*program) for program in programs]
+        return float(max(step.memory_analysis().temp_size_in_bytes for step in steps))
 
     def check(self, limit: float | None, weights: Weights | None, compiles: bool = False) -> Certificate:
         """Returns the certificate.
@@ -146,7 +139,8 @@ class EngineMemory:
             {f"parallel.{name}": getattr(resolved.parallel, name) * times}
             for times, name in itertools.product(_TIMES, ("ep", "tp", "pp"))
             # Virtual devices of a CPU share its memory.
-            if resolved.platform != "cpu" and (name != "ep" or any(resolved.config.moe_layers))
+            if (resolved.platform != "cpu" or weights is None)
+            and (name != "ep" or any(resolved.config.moe_layers))
         ]
 
         def fits(change: Change) -> bool:
@@ -165,7 +159,9 @@ class EngineMemory:
         """
         resolved, declared, quantized = self.resolved, self.declared, self.quantized
         settings = {key.removeprefix("engine."): value for key, value in change.items() if "engine." in key}
-        degrees = {key.removeprefix("parallel."): value for key, value in change.items() if "parallel." in key}
+        degrees = {
+            key.removeprefix("parallel."): value for key, value in change.items() if "parallel." in key
+        }
         if settings:
             resolved = resolved.variant(dataclasses.replace(resolved.engine, **settings))
         if degrees:
