@@ -13,7 +13,9 @@ from moejax.engine.opening.foreign import EQUIVALENTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PRESETS = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+PRESETS = {
+    path.stem for group in ("experiment", "scenario") for path in (ROOT / "configs" / group).glob("*.yaml")
+}
 EXPERIMENT_PAGES = sorted((ROOT / "docs" / "experiments").glob("*.md"))
 # Commands over runs, files and servers that only a reader has, and flags of the command line.
 OF_THE_READERS = re.compile(
@@ -58,7 +60,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_presets_that_are_named_exist_and_all_are_named() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"\bexperiment=(\w+)", text)) - {"NAME"}
+    named = set(re.findall(r"\b(?:experiment|scenario)=(\w+)", text)) - {"NAME"}
     assert named - PRESETS == set()
     assert PRESETS - named - set(re.findall(r"`(\w+)`", text)) == set()
 

@@ -296,15 +296,23 @@ class ScalingConfig(RecordedSections, ModelSections):
 
 @dataclass(frozen=True)
 class SimulateConfig(RecordedSections, ModelSections):
-    """`python -m experiments.simulate`: its layouts are its own, so that it has no `parallel` section."""
+    """`python -m experiments.simulate`: its layouts are its own, so that it has no `parallel` section.
+
+    Attributes:
+        ablation: stages of configurations, which are simulated instead of the one described.
+    """
 
     workload: ThroughputWorkload = field(default_factory=ThroughputWorkload)
     simulate: SimulateSection = field(default_factory=SimulateSection)
     hardware: PricedHardware = field(default_factory=PricedHardware)
+    ablation: AblationSection = field(default_factory=AblationSection)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse_capture("simulate")
+        self.simulate.asked(self.workload)
+        if self.ablation.stages and self.simulate.mode != "run":
+            raise ConfigError(f"ablation.stages: simulate.mode={self.simulate.mode} has none")
         if self.workload.iterations > 1 or self.workload.compare:
             raise ConfigError(
                 "workload.iterations and workload.compare: a simulation has no noise to repeat for"

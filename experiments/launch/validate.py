@@ -74,7 +74,7 @@ def group_options(group: str, search: Sequence[str] = ()) -> list[str]:
     return sorted(loader.get_group_options(group, ObjectType.CONFIG, overrides=list(search)))
 
 
-OWNED = ("experiment", "workload")  # groups of which an option may be another experiment's
+OWNED = ("experiment", "scenario", "workload")  # groups of which an option may be another experiment's
 _TAKES_ALL = ("ablation", "workload")  # the options are of the experiments that it runs
 
 
@@ -101,7 +101,10 @@ def preset_goals() -> dict[str, list[Goal]]:
         bases = [item for item in files[name].get("defaults", ()) if isinstance(item, str) and item in files]
         return files[name].get("goals", [goal for base in bases for goal in of(base)])
 
-    files: Any = {file.stem: OmegaConf.load(file) for file in sorted(CONFIG_DIR.glob("experiment/*.yaml"))}
+    found = (
+        file for group in ("experiment", "scenario") for file in sorted(CONFIG_DIR.glob(f"{group}/*.yaml"))
+    )
+    files: Any = {file.stem: OmegaConf.load(file) for file in found}
     asked: Any = {name: OmegaConf.merge(mirror(RecordedSections), {"goals": of(name)}) for name in files}
     return {name: build(RecordedSections, config).goals for name, config in asked.items()}
 
@@ -170,7 +173,7 @@ class _Checks:
 
     def check_options(self, item: Override) -> None:
         group, value, options = item.key_or_group, item.value(), self.options(item.key_or_group)
-        presets = group == "experiment"
+        presets = group in ("experiment", "scenario")
         for option in value if isinstance(value, list) else [value]:
             if option is None or option in options:
                 continue

@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.launch.command_line import override_key
 from experiments.launch.compose import composer
-from experiments.launch.schema import AblationConfig, LatencyConfig, ThroughputConfig
+from experiments.launch.schema import AblationConfig, LatencyConfig, SimulateConfig, ThroughputConfig
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.words import one_line
 
@@ -34,15 +34,16 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
             variants share; or a variant that is the same as another.
     """
     section, where = getattr(config, "ab", None), "ab.variants"
-    if isinstance(config, AblationConfig):
-        where = "ablation.stages"
-        if len(config.ab.variants) < 2:
+    named = section.all_variants if section is not None and section.variants else {}
+    if isinstance(config, AblationConfig | SimulateConfig):
+        where, named = "ablation.stages", config.ablation.variants
+        if len(named) == 1 or (not named and isinstance(config, AblationConfig)):
             raise ConfigError(f"{where} needs at least two: add '{where}.NAME=[KEY=VALUE]'")
-    if section is None or not section.variants:
+    if not named:
         return {}
     variants: dict[str, Any] = {}
     with composer(experiment, type(config)) as compose:
-        for name, changes in section.all_variants.items():
+        for name, changes in named.items():
             keys = {override_key(item) for item in changes}
             kept = [item for item in overrides if override_key(item) not in keys]
             try:
@@ -64,8 +65,14 @@ def _check(name: str, config: Any, variant: Any) -> None:
     for section in _SHARED:
         if getattr(config, section, None) != getattr(variant, section, None):
             raise ConfigError(f"{name} changes {section!r}, which all variants share: set it for all of them")
-    if variant.backend.compare_with:
+    if hasattr(variant, "backend") and variant.backend.compare_with:
         raise ConfigError(f"{name}: backend.compare_with has no place in an A/B run; make it a variant")
+
+
+def job_variants(config: Any) -> dict[str, Any]:
+    """Returns `compose_variants` of the job that Hydra runs."""
+    hydra = HydraConfig.get()
+    return compose_variants(config, str(hydra.job.config_name), list(hydra.overrides.task))
 
 
 def run_variants(config: Config, out: Path) -> None:
@@ -77,9 +84,7 @@ def run_variants(config: Config, out: Path) -> None:
     from moejax.bench.ab.variants import Arm
     from moejax.bench.experiment_run import ExperimentRun
 
-    hydra = HydraConfig.get()
-    experiment = str(hydra.job.config_name)
-    configs = compose_variants(config, experiment, list(hydra.overrides.task))
+    experiment, configs = str(HydraConfig.get().job.config_name), job_variants(config)
     with ExitStack() as stack:
         workload: Any = config.workload
         ablation, name = None, f"{experiment}_ab"

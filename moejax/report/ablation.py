@@ -23,20 +23,32 @@ _FASTER, _SLOWER, _EITHER = "#1a7f37", "#c62828", "#6e6e6e"
 
 def with_gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns stages with the gain of each over the stage before, and over the first: what rows say
-    themselves, else the ratio of their `latency_ms`."""
-    times = [row["latency_ms"] for row in rows]
-    pairs = zip([*times[:1], *times], times, rows, strict=False)
-    return [{"gain": last / time, "cumulative_gain": times[0] / time, **row} for last, time, row in pairs]
+    themselves, else the ratio of their `latency_ms`; none where a stage did not run."""
+    told: list[dict[str, Any]] = []
+    first = last = None
+    for row in rows:
+        time = row["latency_ms"]
+        if time is None:  # it did not run
+            told.append({"gain": None, "cumulative_gain": None, **row})
+            continue
+        first, last = first or time, last or time
+        told.append({"gain": last / time, "cumulative_gain": first / time, **row})
+        last = time
+    return told
 
 
-def _gain(row: Mapping[str, Any]) -> str:
+def _gain(row: Mapping[str, Any]) -> str | None:
+    if row["gain"] is None:
+        return None
     ends = [row.get(f"gain_{end}") for end in ("low", "high")]
     return f"{row['gain']:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if all(ends) else "")
 
 
 def stages_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """A line for each stage: its metrics, and its gain over the stage before and over the first."""
-    names = [name for row in rows for name in row if find_metric(name) and "gain" not in name]
+    hidden = ("stage", "error", "relative_spread")
+    shown = (name for row in rows for name in row if find_metric(name) and name not in hidden)
+    names = [name for name in shown if "gain" not in name]
     columns = [
         Column("stage", "stage", left=True),
         *metric_columns(*dict.fromkeys(names), cell=number),
@@ -71,20 +83,20 @@ def waterfall_plot(result: Mapping[str, Any]) -> Figure:
         last = {**rows[-1], "stage": "all", "gain": rows[-1]["cumulative_gain"]}
         before, ticks = 0.0, []
         for place, row in enumerate([*rows, last]):
-            time, ends = (
-                row["latency_ms"],
-                (row.get("gain_low") or row["gain"], row.get("gain_high") or row["gain"]),
-            )
+            memory = row.get("memory_gb")
+            ticks.append(f"{row['stage']}\n{memory if isinstance(memory, str) else number(memory) + ' GB'}")
+            if (time := row["latency_ms"]) is None:
+                axis.annotate("none", (place, 0), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+                continue
+            ends = (row.get("gain_low") or row["gain"], row.get("gain_high") or row["gain"])
             color = _FASTER if ends[0] > 1 else _SLOWER if ends[1] < 1 else _EITHER
-            whole = row is last or not place
+            whole = row is last or not before
             low, high = (0.0, time) if whole else sorted((before, time))
             axis.bar(place, high - low, 0.7, low, color=COLORS[0] if whole else color)
             text = f"{time:,.4g} ms\n{row['gain']:.2f}x" if place else f"{time:,.4g} ms"
             axis.annotate(text, (place, high), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-            memory = row.get("memory_gb")
-            ticks.append(f"{row['stage']}\n{memory if isinstance(memory, str) else number(memory) + ' GB'}")
             before = time
         axis.set_xticks(range(len(ticks)), ticks, fontsize=8, rotation=30, ha="right")
-        axis.set_ylim(0, 1.15 * max(row["latency_ms"] for row in rows))
+        axis.set_ylim(0, 1.15 * max(row["latency_ms"] or 0.0 for row in rows))
         axis.set_title(name, fontsize=10)
     return figure

@@ -87,6 +87,7 @@ EXPERIMENTS: Mapping[str, Report] = {
             "placement": "routing:placement_over_time_plot",
         },
     ),
+    "simulate stages": Report("simulate:print_stages", {"waterfall": "ablation:waterfall_plot"}),
     "simulate run": Report("simulate:print_simulate", {"simulate": "simulate:simulate_plot"}),
     "simulate plan": Report("simulate:print_plan"),
     "simulate validate": Report("simulate:print_validation"),
@@ -110,7 +111,8 @@ def report_of(result: Mapping[str, Any]) -> Report | None:
     ]
     config = result.get("config") or {}
     mode = config.get("mode") or (config.get(experiment) or {}).get("mode")
-    kinds = (*special, experiment, f"{experiment} {mode}")
+    staged = (f"{experiment} stages",) if "stages" in result else ()
+    kinds = (*staged, *special, experiment, f"{experiment} {mode}")
     return next((EXPERIMENTS[kind] for kind in kinds if kind in EXPERIMENTS), None)
 
 

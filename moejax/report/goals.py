@@ -8,18 +8,25 @@ from rich.table import Table
 from rich.text import Text
 
 from moejax.report.style import device_name, preset
-from moejax.report.tables import Column, column_table
+from moejax.report.tables import Column, column_table, number
 from moejax.results.goals import Goal
 from moejax.results.result import RESULT_FILE, load_result
 
 _COLORS = {"met": "green", "missed": "red", "not measurable here": "yellow"}
 # What a command line may have beside a preset that measures the same.
-_SAME = ("experiment=", "goals=", "tracker", "hydra", "overwrite=", "verbose=", "-")
+_SAME = ("experiment=", "scenario=", "goals=", "tracker", "hydra", "overwrite=", "verbose=", "-")
 
 
 def _verdict(row: Mapping[str, Any]) -> Text:
     text = row["verdict"] + (f" {row['factor']:.3g}x" if row["factor"] else "")
     return Text(text + (f": {row['reason']}" if row["reason"] else ""), _COLORS.get(row["verdict"], "dim"))
+
+
+def _actual(row: Mapping[str, Any]) -> str | None:
+    if row["actual"] is None:
+        return None
+    ends = [row.get(end) for end in ("low", "high")]
+    return number(row["actual"]) + ("" if None in ends else f" [{number(ends[0])}, {number(ends[1])}]")
 
 
 def goals_table(goals: Sequence[Mapping[str, Any]], title: str) -> Table:
@@ -28,7 +35,7 @@ def goals_table(goals: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("of", "of", fold=True, once=True),
         Column("metric", "name", fold=True),
         Column("goal", lambda row: f"{row['op']} {row['value']:,g}"),
-        Column("actual", "actual"),
+        Column("actual", _actual),
         Column("verdict", _verdict, fold=True),
         Column("stands on", "on", fold=True),
         Column("source", lambda row: Text(row["source"]), fold=True),

@@ -6,12 +6,22 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from moejax.report.ablation import print_ablation
 from moejax.report.figure import log_scale, new_figure
 from moejax.report.style import nth_color, run_title
 from moejax.report.tables import Column, column_table, print_lines, share, three_digits
-from moejax.results.metrics import objectives
+from moejax.results.metrics import is_number, objectives
 
 Row = Mapping[str, Any]
+
+
+def _load(row: Row) -> str:
+    """Returns a case's load in words: its name, users, or requests a second."""
+    if row.get("load"):
+        return str(row["load"])
+    if row.get("concurrency"):
+        return f"{row['concurrency']} user" + "s" * (row["concurrency"] > 1)
+    return "at once" if row["request_rate"] == "inf" else f"{row['request_rate']:g} req/s"
 
 
 def _with_interval(title: str, name: str) -> Column:
@@ -30,7 +40,7 @@ def _with_interval(title: str, name: str) -> Column:
 _COLUMNS = (
     Column("layout", "layout", left=True, once=True),
     Column("GPUs", "num_devices"),
-    Column("req/s", "request_rate", cell=three_digits),
+    Column("load", lambda row: _load(row)),
     _with_interval("TTFT p50 ms", "median_ttft_ms"),
     _with_interval("p99", "p99_ttft_ms"),
     _with_interval("TPOT p50 ms", "median_tpot_ms"),
@@ -41,10 +51,11 @@ _COLUMNS = (
 )
 
 
+_CAPTION = "SIMULATED; [ ]: 90 % interval; from tables: share of simulated time from measured shapes"
 _FLEET = (
     Column("", "layout", left=True),
     Column("most\nreplicas", "replicas"),
-    Column("req/s", "request_rate", cell=three_digits),
+    Column("load", lambda row: _load(row)),
     _with_interval("TTFT p99 ms", "p99_ttft_ms"),
     _with_interval("ITL p99 ms", "p99_itl_ms"),
     Column("kept\n%", "attainment", cell=share),
@@ -148,9 +159,8 @@ def print_simulate(result: Mapping[str, Any], console: Console) -> None:
     """Prints a row per layout and rate, what it stands on, and what other routing would change."""
     rows = _sound(result)
     goal = objectives(result)
-    caption = "SIMULATED; [ ]: 90 % interval; from tables: share of simulated time from measured shapes"
     title = f"simulated: {run_title(result)}" + (f" ({goal})" if goal else "")
-    console.print(column_table(title, _COLUMNS, rows, caption, section=lambda row: row["layout"]))
+    console.print(column_table(title, _COLUMNS, rows, _CAPTION, section=lambda row: row["layout"]))
     if any("fleet" in row for row in rows):
         console.print(column_table("fleets", _FLEET, rows))
     print_lines(console, simulate_lines(result))
@@ -159,21 +169,18 @@ def print_simulate(result: Mapping[str, Any], console: Console) -> None:
     )
 
 
+def _times(row: Row) -> str:
+    times = {key[5:]: value for key, value in row.items() if key.startswith("time_") and value >= 0.01}
+    return ", ".join(f"{op} {value:.0%}" for op, value in sorted(times.items(), key=lambda item: -item[1]))
+
+
 def simulate_lines(result: Mapping[str, Any]) -> list[str]:
     """Returns lines: the assumed cache, where time goes, the routing law and others' effect, the verdict."""
     lines, rows = [], _sound(result)
     for name in dict.fromkeys(row["layout"] for row in rows):
         first = next(row for row in rows if row["layout"] == name)
-        times = {key[5:]: value for key, value in first.items() if key.startswith("time_") and value >= 0.01}
-        parts = ", ".join(
-            f"{op} {value:.0%}" for op, value in sorted(times.items(), key=lambda item: -item[1])
-        )
-        lines.append(
-            f"{name}: {first['num_blocks']:,} cache blocks; time at {first['request_rate']:g} req/s: {parts}"
-        )
-    bare = [row["layout"] for row in rows if row["from_roofline"] > _MOST_BOUND]
-    if bare:
-        lines.append(f"{', '.join(dict.fromkeys(bare))}: mostly a bound over an efficiency, no estimate")
+        lines.append(f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): {_times(first)}")
+    lines += _bare(rows)
     if rows:
         lines.append(f"routing law {rows[0]['routing_law']}; host costs and spreads: {result['calibration']}")
     laws = result.get("routing_laws") or []
@@ -183,14 +190,34 @@ def simulate_lines(result: Mapping[str, Any]) -> list[str]:
     return [*lines, *verdict_lines(rows)]
 
 
+def _bare(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(row["layout"] for row in rows if row["from_roofline"] > _MOST_BOUND)
+    return [f"{', '.join(names)}: mostly a bound over an efficiency, no estimate"] if names else []
+
+
+def print_stages(result: Mapping[str, Any], console: Console) -> None:
+    """Prints stages that were simulated, each one's cases, where the first one's time goes, and why others
+    have none."""
+    print_ablation(result, console)
+    rows = [row for row in result["cases"] if row["error"] is None]
+    columns = [Column("stage", "stage", left=True, once=True), *_COLUMNS]
+    console.print(column_table("cases", columns, rows, _CAPTION, section=lambda row: row["stage"]))
+    firsts = [next(r for r in rows if r["stage"] == name) for name in dict.fromkeys(r["stage"] for r in rows)]
+    print_lines(console, [f"{row['stage']}: time ({_load(row)}): {_times(row)}" for row in firsts])
+    print_lines(console, _bare([{**row, "layout": row["stage"]} for row in rows]))
+    print_lines(
+        console, [f"{row['stage']}: {row['error']}" for row in result["cases"] if row["error"]], "yellow"
+    )
+
+
 def verdict_lines(rows: Sequence[Row]) -> list[str]:
-    """Returns for each rate the layout with the most good requests a second, or else the least TPOT, where
+    """Returns for each load the layout with the most good requests a second, or else the least TPOT, where
     its interval is apart from the others'; nothing of rows without intervals."""
     lines = []
-    for rate in dict.fromkeys(row["request_rate"] for row in rows):
+    for load in dict.fromkeys(map(_load, rows)):
         words = []
         for metric, sign, word in (("request_goodput", 1, "good req/s"), ("median_tpot_ms", -1, "TPOT p50")):
-            known = [row for row in rows if row["request_rate"] == rate and f"{metric}_low" in row]
+            known = [row for row in rows if _load(row) == load and f"{metric}_low" in row]
             if len(known) < 2:
                 continue
             words.append("no layout is ahead by more than the intervals")
@@ -200,17 +227,18 @@ def verdict_lines(rows: Sequence[Row]) -> list[str]:
             if all(least > sign * row[f"{metric}_{far}"] for row in known if row is not best):
                 words = [f"{best['layout']} has the best {word}, intervals apart"]
                 break
-        lines += [f"{rate:g} req/s: {word}" for word in words[:1]]
+        lines += [f"{load}: {word}" for word in words[:1]]
     return lines
 
 
 def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
-    """Draws latencies and throughput over the rate with their intervals, and where time goes."""
+    """Draws latencies and throughput over the load with their intervals, and where time goes."""
     rows = _sound(result)
     if not rows:
         return None
     figure, axes = new_figure("Simulated, not measured: 90 % intervals", result, 11.0, 7.0, 2, 2)
-    names = list(dict.fromkeys(row["layout"] for row in rows))
+    names, loads = (list(dict.fromkeys(values)) for values in ([r["layout"] for r in rows], map(_load, rows)))
+    numbered = {key for key in ("request_rate", "concurrency") if all(is_number(r.get(key)) for r in rows)}
     series = (
         ("median_ttft_ms", "TTFT p50 (ms)"),
         ("median_tpot_ms", "TPOT p50 (ms)"),
@@ -219,15 +247,17 @@ def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
     for axis, (metric, label) in zip(axes, series, strict=False):
         for index, name in enumerate(names):
             mine = [row for row in rows if row["layout"] == name and row.get(metric) is not None]
-            rates = [row["request_rate"] for row in mine]
-            axis.plot(
-                rates, [row[metric] for row in mine], "o-", color=nth_color(index), label=name, markersize=4
-            )
+            places = [row[min(numbered)] if numbered else loads.index(_load(row)) for row in mine]
+            values = [row[metric] for row in mine]
+            axis.plot(places, values, "o-", color=nth_color(index), label=name, markersize=4)
             low, high = ([row.get(f"{metric}_{end}", row[metric]) for row in mine] for end in ("low", "high"))
-            axis.fill_between(rates, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
-        axis.set_xlabel("requests/s asked")
+            axis.fill_between(places, low, high, color=nth_color(index), alpha=0.18, linewidth=0)
         axis.set_ylabel(label)
-        log_scale(axis.xaxis, [row["request_rate"] for row in rows if row["request_rate"] < float("inf")])
+        if numbered:
+            axis.set_xlabel("users" if "concurrency" in numbered else "requests/s asked")
+            log_scale(axis.xaxis, [row[min(numbered)] for row in rows])
+        else:
+            axis.set_xticks(range(len(loads)), loads, fontsize=8, rotation=20)
         log_scale(axis.yaxis, [row.get(metric) for row in rows])
     axes[0].legend(fontsize=8, frameon=False)
     firsts = [next(row for row in rows if row["layout"] == name) for name in names]
@@ -236,7 +266,7 @@ def simulate_plot(result: Mapping[str, Any]) -> Figure | None:
         shares = [row[key] for row in firsts]
         axes[3].bar(names, shares, bottom=bottom, color=nth_color(index), label=key[5:])
         bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-    axes[3].set_title(f"share of a replica's time at {firsts[0]['request_rate']:g} requests/s", fontsize=10)
+    axes[3].set_title(f"share of a replica's time at {_load(firsts[0])}", fontsize=10)
     axes[3].legend(fontsize=8, frameon=False, ncols=2)
     return figure
 

@@ -42,9 +42,9 @@ def commit_name(result: Mapping[str, Any]) -> str | None:
 
 
 def preset(provenance: Mapping[str, Any]) -> str | None:
-    """The `experiment=` preset of the command line, or None."""
+    """The `experiment=` preset of the command line or its `scenario=`, or None."""
     for word in provenance.get("argv") or ():
-        match = re.fullmatch(r"\+?experiment=([\w./-]+)", str(word))
+        match = re.fullmatch(r"\+?(?:experiment|scenario)=([\w./-]+)", str(word))
         if match and match.group(1) != "null":
             return match.group(1)
     return None

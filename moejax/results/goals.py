@@ -37,7 +37,8 @@ class Goal(Checked, section="goals"):
                 raise ConfigError(f"goals.metric: unknown metric {name!r}{near} (docs/metrics.md has all)")
 
     def verdict(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the goal with the `actual` value in a result's content and the `verdict`: `met`, `missed`
+        """Returns the goal with the `actual` value in a result's content, the `low` and `high` ends of its
+        interval where it has one, and the `verdict`: `met`, `missed`
         (with the `factor` by which, at least 1, of two positive numbers) or `not measurable here` (with the
         `reason`)."""
         flat, cases = result["metrics"], result["cases"]
@@ -49,14 +50,16 @@ class Goal(Checked, section="goals"):
         where = ", ".join(f"{key}={value}" for key, value in (self.case or {}).items())
         name = f"{self.metric} ({where})" if where else self.metric
         told: dict[str, Any] = {"name": name, "verdict": "not measurable here"}
-        told |= dict.fromkeys(("actual", "factor", "reason"))
+        told |= dict.fromkeys(("actual", "low", "high", "factor", "reason"))
         if len(known) < len(rows):
             told["reason"] = f"no value in {len(rows) - len(known)} of {len(rows)} cases"
         elif not rows:
             near = did_you_mean(self.metric, {*flat, *(key for row in cases for key in row)} - {self.metric})
             told["reason"] = f"this {result['experiment']} run has no {name}{near}"
         else:
-            actual = told["actual"] = (max if self.op[0] == "<" else min)(known)
+            worst = (max if self.op[0] == "<" else min)(rows, key=lambda row: row[self.metric])
+            actual = told["actual"] = worst[self.metric]
+            told |= {end: worst.get(f"{self.metric}_{end}") for end in ("low", "high")}
             told["verdict"] = "met" if _OPS[self.op](actual, self.value) else "missed"
             if told["verdict"] == "missed" and actual > 0 and self.value > 0:
                 told["factor"] = max(actual / self.value, self.value / actual)

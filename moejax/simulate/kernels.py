@@ -119,6 +119,8 @@ class Kernels:
         weights: the tables' name of the experts' dtype, and `dense` of all other weights'; `cache` of keys
             and values.
         launch_s: the least time of an operation that no table has, in seconds; an assumption.
+        naive_attention: attention to prompts writes its scores, reads them for the softmax, and does so with
+            the weights again (arXiv 2205.14135, algorithm 0), instead of one kernel.
         left_out: tells of a curve's keys whether it is not used, to hold it against what the others say.
     """
 
@@ -128,6 +130,7 @@ class Kernels:
     dense: str = "bf16"
     cache: str = "bf16"
     launch_s: float = 2.5e-6
+    naive_attention: bool = False
     hardware: Hardware = field(init=False)
     left_out: Callable[[Mapping[str, str]], bool] | None = None
     _near: dict[Any, list[_Curve]] = field(default_factory=dict, init=False, repr=False)
@@ -208,7 +211,12 @@ class Kernels:
         # It has the share of its bound that as many whole prompts have of the length that its tokens see.
         length = squares / tokens
         bound = self.prefill_bound(shape, tokens, pairs)
-        return self._carried("prefill", shape, bound, max(1.0, tokens / length) * shape.kv_heads, length)
+        found = self._carried("prefill", shape, bound, max(1.0, tokens / length) * shape.kv_heads, length)
+        if not self.naive_attention:
+            return found
+        # Scores are of all pairs, those of later tokens too, and of 16 bits.
+        moved = self.small(4 * 2.0 * squares * shape.heads, 2)
+        return Estimate(found.seconds + moved.seconds, "roofline")
 
     def attention(
         self, shape: HeadShape, decodes: float, context: float, chunks: Iterable[tuple[int, int]]

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from moejax.bench.traffic import Lengths, ThroughputWorkload
 from moejax.core.checked import Among, Checked, NonNegativeInt, OpenShare, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.hardware import KNOWN
@@ -107,9 +108,11 @@ class SimulateSection(Fleet, section="simulate"):
             constants anew.
         layouts: presets (`configs/parallel/`) or degrees, see `parse_layout`.
         rates: requests/s of each layout's cases; none: the workload's own.
+        loads: name → fields of the workload, each a case of each layout instead of `rates`.
         stack: whose kernels and host costs: "vllm", "sglang" or "trtllm".
         weights: the experts' dtype by the tables' names, `dense` the other matrices'; `cache` of keys and
             values.
+        attention: "flash"; or "naive", whose scores of prompts are written to memory and read again.
         routing: see `RoutingSection`.
         laws: further laws whose effect on the first rate's TPOT is told.
         fleets: name → fleet, each a case instead of the one described.
@@ -125,10 +128,12 @@ class SimulateSection(Fleet, section="simulate"):
     mode: Literal["run", "plan", "validate", "calibrate"] = "run"
     layouts: list[str] = field(default_factory=lambda: ["ep8", "tp8", "dp_attention_ep8"])
     rates: list[PositiveNumber] = field(default_factory=list)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
     stack: Annotated[str, Among(STACKS, "stack")] = "vllm"
     weights: Annotated[str, Among(WEIGHTS, "dtype")] = "bf16"
     dense: Annotated[str, Among(WEIGHTS, "dtype")] = "bf16"
     cache: Annotated[str, Among(("bf16", "fp8"), "dtype")] = "bf16"
+    attention: Literal["flash", "naive"] = "flash"
     routing: RoutingSection = field(default_factory=RoutingSection)
     laws: list[Annotated[str, Among(LAWS, "law")]] = field(default_factory=list)
     fleets: dict[str, Fleet] = field(default_factory=dict)
@@ -152,6 +157,30 @@ class SimulateSection(Fleet, section="simulate"):
         told = {name: {key: getattr(fleet, key) for key in names} for name, fleet in self.fleets.items()}
         return {name: dataclasses.replace(self, **fields) for name, fields in told.items()} or {None: self}
 
+    def asked(self, workload: ThroughputWorkload) -> list[tuple[str | None, ThroughputWorkload]]:
+        """Returns what each layout serves, by the name of the load: the workload with each load's fields, or
+        at each of the rates, and of a list of users with each number of them.
+
+        Raises:
+            ConfigError: rates beside loads, or a load that is no workload.
+        """
+        if self.loads and self.rates:
+            raise ConfigError("simulate.rates and simulate.loads exclude each other: a load has its own rate")
+        changes: list[tuple[str | None, dict[str, Any]]] = [*self.loads.items()]
+        changes = changes or [(None, {"request_rate": rate}) for rate in self.rates] or [(None, {})]
+        served = []
+        for name, fields in changes:
+            try:
+                made = {key: Lengths(**v) if isinstance(v, dict) else v for key, v in fields.items()}
+                one = dataclasses.replace(workload, **made)
+            except (ConfigError, TypeError) as error:
+                known = [item.name for item in dataclasses.fields(ThroughputWorkload)]
+                wrong = next((unknown("field", key, known) for key in fields if key not in known), str(error))
+                raise ConfigError(f"simulate.loads.{name}: {wrong}" if name else wrong) from error
+            served += [(name, dataclasses.replace(one, concurrency=users)) for users in one.users]
+        return served
+
     def kernels(self, kind: str) -> Kernels:
         """Returns the kernels of a device kind. Raises `ConfigError` for an unknown one."""
-        return Kernels(kind, self.stack, self.weights, self.dense, self.cache)
+        naive = self.attention == "naive"
+        return Kernels(kind, self.stack, self.weights, self.dense, self.cache, naive_attention=naive)

@@ -41,6 +41,10 @@ class Room(NamedTuple):
     block: float
     blocks: int
 
+    def held(self, cache_use: float) -> float:
+        """Returns the bytes in use where a share of the cache's blocks is."""
+        return self.weights + self.step + cache_use * self.blocks * self.block
+
 
 @dataclass(frozen=True)
 class Deployment:

@@ -1,4 +1,4 @@
-"""`run_simulate`: every layout at every rate, at the middle and both ends of its interval."""
+"""`run_simulate`: every layout under every load, at the middle and both ends of its interval."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN
 from moejax.engine.opening.resolve import find_model
-from moejax.report.progress import progress
+from moejax.report.progress import Task, progress
 from moejax.results.result import Result
 from moejax.routing.source import open_trace
 from moejax.simulate.routing import RoutingLaw
@@ -26,7 +26,7 @@ from moejax.simulate.tables import SOURCES
 
 WITH_INTERVAL = (
     "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
-    "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput",
+    "p99_itl_ms", "mean_e2el_ms", "median_e2el_ms", "p99_e2el_ms", "output_throughput", "request_throughput",
     "request_goodput",
 )  # fmt: skip
 """Metrics whose 90 % intervals are told."""
@@ -48,6 +48,14 @@ class Asked(NamedTuple):
         return find_model(self.source, self.load_format)[1].replace(dtype="bfloat16")
 
 
+class PlannedLoad(NamedTuple):
+    """What is asked for, with its name in `simulate.loads` and its requests."""
+
+    name: str | None
+    workload: ThroughputWorkload
+    plan: Sequence[PlannedRequest]
+
+
 def run_simulate(asked: Asked, run: ExperimentRun) -> Result:
     """Simulates a model on `run.hardware_kind` ("auto" is the A100) and finishes `run`; `cases` has a row per
     layout and rate.
@@ -55,9 +63,37 @@ def run_simulate(asked: Asked, run: ExperimentRun) -> Result:
     Raises:
         ConfigError: an unknown model or device, or a request that is too long.
     """
-    section, engine, workload, kind = asked.section, asked.engine, asked.workload, simulated_kind(run)
+    section, workload, kind = asked.section, asked.workload, simulated_kind(run)
+    deployments, refused = deployed(asked, kind)
+    if not deployments:
+        same = {why: [name for name in refused if refused[name] == why] for why in refused.values()}
+        told = "; ".join(f"{', '.join(names)}: {why}" for why, names in same.items())
+        raise ConfigError(f"simulate.layouts: none can be simulated: {told}")
+    loads = planned(asked)
+    start_simulated(run, workload, kind)
+    with progress("simulating") as task:
+        rows = load_rows(deployments, section, loads, task)
+    rows += [{"layout": name, "error": why} for name, why in refused.items()]
+    laws = _laws(deployments, section, loads[0])
+    sound = [row for row in rows if row["error"] is None]
+    best = max(sound, key=lambda row: (row["request_goodput"] or 0.0, row["output_throughput"] or 0.0))
+    result = run.result(
+        metrics={name: best.get(name) for name in (*WITH_INTERVAL, "tokens_per_s_per_device")}
+        | {"best_layout": best["layout"]},
+        cases=[{"case": number, **row} for number, row in enumerate(rows)],
+        hardware={**dataclasses.asdict(KNOWN[kind]), "simulated": True},
+        slo=dataclasses.asdict(workload.slo),
+        routing_laws=laws,
+        calibration=deployments[0].calibration.origin,
+    )
+    return run.finish(result, tables={"layouts": result["cases"]})
+
+
+def deployed(asked: Asked, kind: str) -> tuple[list[Deployment], dict[str, str]]:
+    """Returns the deployments of the layouts, and why others cannot be. Raises `ConfigError`: an unknown
+    model or device, or no such trace."""
+    section, model = asked.section, asked.model
     section.kernels(kind)  # refused once, not by each layout
-    model = asked.model
     law = section.routing.law
     if section.routing.trace is not None:
         law = RoutingLaw(
@@ -66,48 +102,40 @@ def run_simulate(asked: Asked, run: ExperimentRun) -> Result:
     deployments, refused = [], {}
     for name in section.layouts:
         try:
-            deployments.append(deploy(name, model, parse_layout(name), engine, section, kind, law))
+            deployments.append(deploy(name, model, parse_layout(name), asked.engine, section, kind, law))
         except ConfigError as error:
             refused[name] = str(error)
-    if not deployments:
-        same = {why: [name for name in refused if refused[name] == why] for why in refused.values()}
-        told = "; ".join(f"{', '.join(names)}: {why}" for why, names in same.items())
-        raise ConfigError(f"simulate.layouts: none can be simulated: {told}")
-    rates = section.rates or [workload.request_rate]
-    plans = {rate: _plan(workload, rate, model) for rate in rates}
-    longest = max(request.total_len for plan in plans.values() for request in plan)
+    return deployments, refused
+
+
+def planned(asked: Asked) -> list[PlannedLoad]:
+    """Returns what is asked for with its requests. Raises `ConfigError`: one is too long."""
+    model, engine = asked.model, asked.engine
+    loads = [
+        PlannedLoad(name, given, plan_requests(given, model.vocab_size))
+        for name, given in asked.section.asked(asked.workload)
+    ]
+    longest = max(request.total_len for load in loads for request in load.plan)
     if longest > (limit := engine.max_model_len or model.max_position_embeddings):
         raise ConfigError(
             f"the longest request has {longest} tokens, over the limit of {limit} (engine.max_model_len)"
         )
-    start_simulated(run, workload, kind)
+    return loads
+
+
+def load_rows(
+    deployments: Sequence[Deployment], section: SimulateSection, loads: Sequence[PlannedLoad], task: Task
+) -> list[dict[str, Any]]:
+    """Returns a row for each deployment, fleet and load."""
+    cases = list(itertools.product(deployments, section.cases().items(), loads))
     rows: list[dict[str, Any]] = []
-    cases = list(itertools.product(deployments, section.cases().items(), rates))
-    with progress("simulating", total=len(cases)) as task:
-        for deployment, (fleet, described), rate in cases:
-            task.describe(
-                " ".join(filter(None, (f"simulating {deployment.name},", fleet, f"{rate:g} requests/s")))
-            )
-            given = dataclasses.replace(workload, request_rate=rate)
-            row = simulated_row(deployment, described, given, plans[rate])
-            rows.append({"case": len(rows), **row} | ({"fleet": fleet} if fleet else {}))
-            task.advance()
-    rows += [
-        {"case": len(rows) + i, "layout": name, "error": why} for i, (name, why) in enumerate(refused.items())
-    ]
-    laws = _laws(deployments, section, workload, rates[0], plans[rates[0]])
-    sound = [row for row in rows if row["error"] is None]
-    best = max(sound, key=lambda row: row["request_goodput"] or row["output_throughput"] or 0.0)
-    result = run.result(
-        metrics={name: best.get(name) for name in (*WITH_INTERVAL, "tokens_per_s_per_device")}
-        | {"best_layout": best["layout"]},
-        cases=rows,
-        hardware={**dataclasses.asdict(KNOWN[kind]), "simulated": True},
-        slo=dataclasses.asdict(workload.slo),
-        routing_laws=laws,
-        calibration=deployments[0].calibration.origin,
-    )
-    return run.finish(result, tables={"layouts": result["cases"]})
+    for number, (deployment, (fleet, described), load) in enumerate(cases):
+        words = (f"simulating {deployment.name}", fleet, load.name, f"({number + 1} of {len(cases)})")
+        task.describe(" ".join(filter(None, words)))
+        row = simulated_row(deployment, described, load.workload, load.plan)
+        named = {"fleet": fleet, "load": load.name}
+        rows.append(row | {key: value for key, value in named.items() if value})
+    return rows
 
 
 def simulated_kind(run: ExperimentRun) -> str:
@@ -120,10 +148,6 @@ def start_simulated(run: ExperimentRun, workload: ThroughputWorkload, device: st
     run.record(seeds={"workload": workload.seed}, workload=workload.hash)
     run.provenance["device"] = {"platform": "simulated", "kind": f"{device}, simulated", "count": 1}
     run.track()
-
-
-def _plan(workload: ThroughputWorkload, rate: float, model: ModelConfig) -> list[PlannedRequest]:
-    return plan_requests(dataclasses.replace(workload, request_rate=rate), model.vocab_size)
 
 
 def _serve(
@@ -168,6 +192,8 @@ def simulated_row(
         "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
         **deployment.room.memory.row(),
         "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
+        "memory_gb": (held := deployment.room.held(row["cache_use_peak"])) / 1e9,
+        "device_memory_use_peak": held / KNOWN[deployment.step.kernels.kind].memory,
         "routing_law": str(deployment.step.routing),
         "relative_spread": spread,
         **{f"from_{name}": sum(v for (_, source), v in shares.items() if source == name) for name in SOURCES},
@@ -192,18 +218,14 @@ def _metrics(deployment: Deployment, section: SimulateSection, workload: Through
 
 
 def _laws(
-    deployments: Sequence[Deployment],
-    section: SimulateSection,
-    workload: ThroughputWorkload,
-    rate: float,
-    plan: Sequence[PlannedRequest],
+    deployments: Sequence[Deployment], section: SimulateSection, load: PlannedLoad
 ) -> list[dict[str, Any]]:
-    """Returns each layout's TPOT and tokens/s at a rate under other laws of routing."""
-    given, rows = dataclasses.replace(workload, request_rate=rate), []
+    """Returns each layout's TPOT and tokens/s of a load under other laws of routing."""
+    rows = []
     for law in section.laws:
         for each in deployments:
             step = dataclasses.replace(each.step, routing=RoutingLaw(law))
-            metrics = _metrics(dataclasses.replace(each, step=step), section, given, plan, 1.0)
+            metrics = _metrics(dataclasses.replace(each, step=step), section, load.workload, load.plan, 1.0)
             names = ("median_tpot_ms", "median_ttft_ms", "output_throughput")
             rows.append({"layout": each.name, "law": law, **{name: metrics[name] for name in names}})
     return rows
