@@ -53,8 +53,16 @@ class Certificate:
     @property
     def fits(self) -> bool:
         """Tells whether the parts fit, or might, as far as the formula is off; True without a limit."""
-        sure = self.step * (1.0 if self.compiled else 1 - STEP_ERROR)
-        return self.limit is None or self.held.total + self.beside + sure <= self.limit
+        return self._within(-STEP_ERROR)
+
+    @property
+    def certain(self) -> bool:
+        """Tells whether the parts fit however far the formula is off."""
+        return self._within(STEP_ERROR)
+
+    def _within(self, error: float) -> bool:
+        off = 0.0 if self.compiled else error * self.step
+        return self.limit is None or self.total + off <= self.limit
 
     def parts(self) -> str:
         """Writes `weights 2.1 GB (experts 1.9 GB, …), cache 1.0 GB, largest step 0.1 GB (formula)`."""
@@ -115,7 +123,7 @@ class Certificate:
         found = found or [*(change for one in weights[-1:] for change in lowered(one)), *first(both)]
         found = found or next((some for one in both if (some := list(lowered(one)))), [])
         ways = ", or ".join(" with ".join(f"{key}={value}" for key, value in each.items()) for each in found)
-        remedy = f"what makes it fit: {ways}" if ways else "no limit, format or layout makes it fit"
+        remedy = f"what makes it fit: {ways}" if ways else "no limit, format or layout is sure to"
         return f"{self.line()} do not fit; {remedy}"
 
 

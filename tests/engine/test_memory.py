@@ -134,23 +134,23 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(monkeypatch: pytest.
     assert "cache 2.1 MB, largest step 1.1 MB (formula), beside them 18.4 kB do not fit" in line
     # Every remedy is one, and no larger number is.
     chosen = dict(way.split("=") for way in ways.split(", or "))
-    assert list(chosen) == ["engine.num_blocks", "quant.kv_cache"]
-    assert chosen["quant.kv_cache"] == "int8"
+    assert list(chosen) == ["engine.num_blocks", "quant"]
+    assert chosen["quant"] == "int4_rtn_g64"
     blocks = int(chosen["engine.num_blocks"])
     fits = [
-        planned(WIDE, dataclasses.replace(ENGINE, num_blocks=size)).certificate(4.6e6).fits
+        planned(WIDE, dataclasses.replace(ENGINE, num_blocks=size)).certificate(4.6e6).certain
         for size in (blocks, blocks + 1)
     ]
     assert fits == [True, False]
-    assert planned(WIDE, quant=QuantConfig(kv_cache="int8")).certificate(4.6e6).fits
+    assert planned(WIDE, quant=QuantConfig(method="rtn", format="int4_g64")).certificate(4.6e6).certain
     LLM(WIDE, load_format="dummy", engine=dataclasses.replace(ENGINE, num_blocks=blocks)).close()
     LLM(WIDE, load_format="dummy", engine=dataclasses.replace(ENGINE, memory_check="off")).close()
 
 
 def test_two_settings_are_named_where_one_does_not_suffice() -> None:
     with pytest.raises(ConfigError, match=r"what makes it fit: quant=int4_rtn_g64 with engine\.num_blocks="):
-        planned(WIDE).check(2.4e6, planned_weights(WIDE))
-    with pytest.raises(ConfigError, match="do not fit; no limit, format or layout makes it fit"):
+        planned(WIDE).check(2.9e6, planned_weights(WIDE))
+    with pytest.raises(ConfigError, match="do not fit; no limit, format or layout is sure to"):
         planned(WIDE).check(1e5, planned_weights(WIDE))
     # Devices that are elsewhere do not share the host's memory.
     with pytest.raises(ConfigError, match=r"what makes it fit: .*, or parallel\.ep=2$"):

@@ -43,7 +43,7 @@ class Room(NamedTuple):
 
     def held(self, cache_use: float) -> float:
         """Returns the bytes in use where a share of the cache's blocks is."""
-        return self.weights + self.step + cache_use * self.blocks * self.block
+        return self.memory.total - (1 - cache_use) * self.blocks * self.block
 
 
 @dataclass(frozen=True)

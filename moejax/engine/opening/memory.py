@@ -24,7 +24,7 @@ from moejax.engine.step.sampler import SamplerMode
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
 from moejax.nn.quantized import quantized_weights, replace_weights
-from moejax.perf.certificate import STEP_ERROR, Certificate, Change, step_bytes
+from moejax.perf.certificate import Certificate, Change, step_bytes
 from moejax.perf.memory import Declared, device_memory, largest
 from moejax.quantization.rules import resolve_rules
 from moejax.sharding.pipeline import split_layers
@@ -118,9 +118,10 @@ class EngineMemory:
         """
         found = self.certificate(limit)
         resolved, engine = self.resolved, self.resolved.engine
-        has = math.inf if limit is None else limit
-        decides = compiles or found.total + STEP_ERROR * found.step > has
-        if weights and engine.memory_check == "auto" and decides and found.held.total + found.beside <= has:
+        step_decides = compiles or not found.certain
+        if found.total - found.step > (math.inf if limit is None else limit):
+            step_decides = False
+        if weights and engine.memory_check == "auto" and step_decides:
             found = self.certificate(limit, self.compiled_step(weights))
         if found.fits or engine.memory_check == "off":
             return found
@@ -145,7 +146,7 @@ class EngineMemory:
 
         def fits(change: Change) -> bool:
             try:
-                return self.changed(change).certificate(limit).fits
+                return self.changed(change).certificate(limit).certain
             except ConfigError:  # settings that do not go together, a cache without a block
                 return False
 
