@@ -175,9 +175,8 @@ def step_bytes(
         wide = H * (model.head_dim + (model.key_dim if latent else 0)) + _stored(model, parallel)
         attention = N * (wide * b + H * (latent.kv_rank if latent else model.head_dim) * 4)
         sampler = logits * ((4 * _SAMPLED if sampled else b) + b * (tensor > 1))
-        products = (assigned + min(assigned, _KERNEL_ROWS * model.num_experts // parallel.ep)) * (
-            F * b + D * 4
-        )
+        padded = assigned + min(assigned, _KERNEL_ROWS * model.num_experts // parallel.ep)
+        products = padded * (F * b + D * 4)
     else:
         each, attention = _plain_attention(model, parallel, rows, tokens, blocks, block_size, kv_dtype)
         attention += attention_params(model) // tensor * _WIDE * quantized  # codes of a layer, widened
@@ -199,14 +198,9 @@ def _stored(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def _plain_attention(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    rows: int,
-    tokens: int,
-    blocks: int,
-    block_size: int,
+    model: ModelConfig, parallel: ParallelConfig, rows: int, tokens: int, blocks: int, block_size: int,
     kv_dtype: str | None,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Returns bytes of plain XLA attention: its loop's first value of each layer, and what a layer needs."""
     b, H, Dh = DTYPE_BYTES[model.dtype], model.num_heads // parallel.tensor_size, model.head_dim
     N, latent, stored = rows + tokens, model.latent, _stored(model, parallel)
@@ -220,9 +214,8 @@ def _plain_attention(
         needs = N * (H * (Dh + model.key_dim) + model.hidden_size + 2 * stored) * _WIDE
         needs += (2 * tokens + _TILE) * H * width * b
         needs += (tokens + _PLAIN_QUERIES) * H * (latent.value_dim + 2) * 4
-        needs += (
-            PLAIN_KEYS * H * (2 * min(tokens, _PLAIN_QUERIES) + latent.nope_dim + latent.value_dim) * _WIDE
-        )
+        turn = 2 * min(tokens, _PLAIN_QUERIES) + latent.nope_dim + latent.value_dim
+        needs += PLAIN_KEYS * H * turn * _WIDE
     if any(model.linear_layers):
         # Queries, keys, values and gates, padded and not; states before and after.
         states = 2 * rows * state_bytes(model, parallel.tensor_size)

@@ -160,7 +160,6 @@ def device_room(
         ConfigError: not one sequence of the longest length fits beside the weights.
     """
     limit = share * (kernels.hardware.memory or math.inf)
-    wider = dict(layouts(model, _TIMES * parallel.num_devices))
 
     def room(change: Change) -> Room:
         """Returns the room with some settings changed, with at least one sequence's blocks."""
@@ -172,6 +171,7 @@ def device_room(
     found = room({})
     if found.memory.fits:
         return found
+    wider = dict(layouts(model, _TIMES * parallel.num_devices))
     limits = {
         "engine.max_model_len": (engine.block_size, engine.max_model_len or model.max_position_embeddings),
         "engine.max_num_batched_tokens": (engine.max_num_seqs, engine.max_num_batched_tokens),
@@ -192,13 +192,9 @@ def device_room(
 
 
 def _room(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    engine: EngineConfig,
-    formats: Mapping[str, str],
-    cache: str,
+    model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, formats: Mapping[str, str], cache: str,
     limit: float,
-) -> Room:
+) -> Room:  # fmt: skip
     """Returns as many blocks as fit, and what is held with them; at least those of the longest sequence."""
     itemsize, held = DTYPE_BYTES[model.dtype], _held(model, parallel, engine.block_size, engine.max_num_seqs)
     experts, dense = (WEIGHTS[formats[key]] / itemsize for key in ("weights", "dense"))
@@ -209,32 +205,24 @@ def _room(
     needed = math.ceil((engine.max_model_len or model.max_position_embeddings) / engine.block_size)
     weights = held.expert_weights * experts + held.other_weights * dense
     fitting = (limit - weights - held.states - step) // size if size else math.inf
-    blocks = int(max(needed, min(fitting, engine.num_blocks or math.inf, engine.max_num_seqs * needed * 4)))
-    memory = dataclasses.replace(
-        held,
-        expert_weights=round(held.expert_weights * experts),
-        other_weights=round(held.other_weights * dense),
-        attention_weights=round(held.attention_weights * dense),
-        embedding_weights=round(held.embedding_weights * dense),
-        cache=round(blocks * size) + held.states,
-    )
+    most = min(max(needed, fitting), engine.max_num_seqs * needed * 4)
+    blocks = int(min(most, engine.num_blocks or math.inf))
+    of_dense = ("other_weights", "attention_weights", "embedding_weights")
+    parts = {name: round(getattr(held, name) * dense) for name in of_dense}
+    parts |= {"expert_weights": round(held.expert_weights * experts)}
+    memory = dataclasses.replace(held, **parts, cache=round(blocks * size) + held.states)
     return Room(Certificate(memory, step, limit=limit), size, blocks)
 
 
 @functools.lru_cache(maxsize=256)
 def _held(model: ModelConfig, parallel: ParallelConfig, block_size: int, sequences: int) -> StageMemory:
     """Returns what the fullest stage holds with one block."""
-    return largest(
-        device_memory(
-            model,
-            parallel,
-            _declared(model),
-            num_blocks=1,
-            block_size=block_size,
-            sequences=sequences + 1,
-            stages=split_layers(model, parallel.pp, parallel.stage_layers),
-        )
-    )
+    stages = split_layers(model, parallel.pp, parallel.stage_layers)
+    held = device_memory(
+        model, parallel, _declared(model), num_blocks=1, block_size=block_size, sequences=sequences + 1,
+        stages=stages,
+    )  # fmt: skip
+    return largest(held)
 
 
 @functools.lru_cache(maxsize=4)
