@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
@@ -197,7 +199,7 @@ def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: Parall
 def _itemsize(dtype: Any) -> int:
     """Returns the bytes of an element of a NumPy-like dtype, or of its name."""
     itemsize = getattr(dtype, "itemsize", None)
-    return int(itemsize) if isinstance(itemsize, int) else DTYPE_BYTES[str(dtype)]
+    return itemsize if isinstance(itemsize, int) else DTYPE_BYTES.get(dtype) or np.dtype(dtype).itemsize
 
 
 def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> list[int]:

@@ -192,8 +192,8 @@ def device_room(
 
 
 def _room(
-    model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, formats: Mapping[str, str], cache: str,
-    limit: float,
+    model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, formats: Mapping[str, str],
+    cache: str, limit: float,
 ) -> Room:  # fmt: skip
     """Returns as many blocks as fit, and what is held with them; at least those of the longest sequence."""
     itemsize, held = DTYPE_BYTES[model.dtype], _held(model, parallel, engine.block_size, engine.max_num_seqs)
