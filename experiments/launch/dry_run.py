@@ -1,8 +1,8 @@
 """`--dry-run`: checks a command line as its run would, and prints what that would do.
 
 An experiment's `main` goes up to the place from which it would measure, with engines that have no values in
-their weights: it finds the mistakes that a run finds before it measures. Nothing is written, no weight is
-read, no step is compiled.
+their weights: it finds the mistakes that a run finds before it measures. Nothing is written and no weight is
+read; of the steps the largest is compiled, for the memory that it takes (`engine.memory_check`).
 """
 
 import logging
@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-import jax
-import psutil
 
 from experiments.launch.compose import Plan
 from experiments.launch.model import open_llm
@@ -23,14 +20,10 @@ from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import run_files, taken
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig, latency_cases
-from moejax.core.errors import ConfigError
 from moejax.core.files import shown_path
-from moejax.core.hardware import KNOWN, detect
 from moejax.core.host import HostConfig
 from moejax.engine.llm import LLM
-from moejax.nn.param import specs
-from moejax.perf.memory import device_memory, largest
-from moejax.perf.sizes import DTYPE_BYTES
+from moejax.engine.opening.memory import device_limit, is_here
 
 _SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "program", "generate",
              "dashboard")  # fmt: skip
@@ -98,7 +91,11 @@ def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
     unread = ignored_settings(config).items()
     lines += [f"  {key}={item['value']} is {item['reason']}" for key, item in unread]
     for llm in engines[:1]:
-        lines += [f"  {_memory(llm, config.hardware.kind)}", *(f"  {item}" for item in llm.resolutions)]
+        kind = config.hardware.kind
+        # What the run will compile first of all; not for another device.
+        memory = llm.check_memory(device_limit(kind, llm.parallel_config.num_devices), compiles=is_here(kind))
+        chosen = [f"  {item}" for item in llm.resolutions if item.key != "memory"]
+        lines += [f"  {memory.line()}", *chosen]
     return lines
 
 
@@ -123,37 +120,3 @@ def _bytes(config: Any) -> float:
         batches = [(workload.num_requests or 0, getattr(workload.output_len, "high", workload.output_len))]
     rows = sum(count * (_ROW_BYTES + _TOKEN_BYTES * length) for count, length in batches)
     return _PLOTS_BYTES + rows * getattr(workload, "iterations", 1)
-
-
-def _memory(llm: LLM, kind: str) -> str:
-    """Returns the line of a device's memory: weights, cache and the largest step; `kind` is the device's.
-
-    Raises:
-        ConfigError: it does not suffice.
-    """
-    model, parallel, cache = llm.config, llm.parallel_config, llm.runner.cache
-    declared = {name: spec for stage in llm.stages for name, spec in specs(stage).items()}
-    stages = [stage.stage for stage in llm.stages]
-    sizes: Any = {"num_blocks": cache.num_blocks, "block_size": cache.block_size, "dtype": cache.dtype}
-    sizes |= {"window": cache.window, "window_blocks": cache.window_blocks}
-    sizes |= {"sequences": llm.engine_config.max_num_seqs + 1}
-    held = largest(device_memory(model, parallel, declared, **sizes, stages=stages))
-    # A step's widest arrays: inputs, hidden values and outputs of all assignments; float32 logits.
-    rows, D, F = llm.engine_config.max_num_seqs, model.hidden_size, model.moe_intermediate_size
-    width = 4 * D + 2 * model.num_heads * model.head_dim + model.num_experts_per_tok * (2 * D + 3 * F)
-    step = (llm.engine_config.max_num_batched_tokens + rows) * width * DTYPE_BYTES[model.dtype]
-    step = (step + 8 * rows * model.vocab_size) // (parallel.tp * parallel.ep)
-    parts = {"weights": held.weights, "cache": held.cache, "largest step about": step}
-    device = jax.local_devices()[0]
-    named = KNOWN.get(detect(device.device_kind) or kind if kind == "auto" else kind)
-    limit = named.memory if named else (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:  # virtual devices share the host's
-        limit = psutil.virtual_memory().available / parallel.num_devices
-    line = f"memory of a device: {', '.join(f'{name} {size / 1e6:,.0f} MB' for name, size in parts.items())}"
-    line += f"; in all {(held.total + step) / 1e9:,.3g} of {limit / 1e9:,.1f} GB"
-    if held.total + step > limit:
-        raise ConfigError(
-            f"{line}: lower engine.num_blocks, engine.max_num_seqs or engine.max_num_batched_tokens, choose"
-            " quant= or split the model with parallel="
-        )
-    return line

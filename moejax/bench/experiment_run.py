@@ -260,6 +260,7 @@ class ExperimentRun:
             extra = {
                 "compile_ledger": engine.ledger.rows(),
                 "resolved": as_dict(engine.resolutions),
+                "memory": engine.memory.row(),
                 **extra,
             }
         if self.ignored:

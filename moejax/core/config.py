@@ -505,6 +505,9 @@ class EngineConfig(Checked, section="engine"):
         autotune_budget_s: seconds that measuring may take, compilation included.
         autotune_choices: the folder of a run, whose choices are taken; None: see `autotune`.
         platform: "auto", "cpu" or "gpu".
+        memory_check: whether what cannot fit into a device is refused before its weights are read. "auto":
+            where the largest step decides, and in dry runs, it is compiled to know what it needs; "formula":
+            it never is; "off": nothing is refused.
         compile_cache: keep compiled programs on disk.
         capture_routing: keep every computed token's experts and their weights, see `LLM.routing_capture`.
         replay_routing: a routing trace, or the folder of a run that has one, whose experts and weights are
@@ -539,6 +542,7 @@ class EngineConfig(Checked, section="engine"):
     autotune_budget_s: PositiveNumber = 60.0
     autotune_choices: str | None = None
     platform: Platform = "auto"
+    memory_check: Literal["auto", "formula", "off"] = "auto"
     compile_cache: bool = True
     capture_routing: bool = False
     replay_routing: TracePath | None = None

@@ -1,10 +1,13 @@
-"""Which of the machine's processors a run may use."""
+"""Which of the machine's processors a run may use, and how much of its memory is left."""
 
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from moejax.core.checked import Checked, NonNegativeInt
 from moejax.core.errors import ConfigError
@@ -111,3 +114,31 @@ class HostConfig(Checked, section="host"):
         except (OSError, ConfigError):
             known = ", ".join(sorted(entry.name for entry in _NODES.glob("node[0-9]*"))) or "none is told of"
             raise ConfigError(f"host.numa={node}: no such memory node here ({known})") from None
+
+
+def host_memory(root: str | os.PathLike[str] = "/") -> float:
+    """Returns the bytes of memory that this process may still take: what the machine has available, or what
+    its control groups (of either version, found below `root`) leave, if that is less."""
+    return min(float(psutil.virtual_memory().available), *_left_in_groups(Path(root)), math.inf)
+
+
+def _left_in_groups(root: Path) -> Iterator[float]:
+    groups = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+    for _, controllers, path in groups:
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        place = top / path.strip("/")
+        for folder in (place, *place.parents) if controllers in ("", "memory") else ():
+            sizes = [_text(folder / f"memory.{name}").strip() for name in (limit, used)]
+            if folder.is_relative_to(top) and all(size.isdecimal() for size in sizes):
+                # Files that were read lately count as used, and are given up when memory is wanted.
+                files = re.findall(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
+                yield max(float(sizes[0]) - float(sizes[1]) + max(map(float, files), default=0.0), 0.0)
+
+
+def _text(path: Path) -> str:
+    """Returns a file's text; nothing where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

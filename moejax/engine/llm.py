@@ -15,9 +15,12 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
+from moejax.core.resolve import Resolution
+from moejax.core.words import byte_words
 from moejax.engine.core import CLOSED, Engine, PauseMode
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.foreign import refuse
+from moejax.engine.opening.memory import EngineMemory, device_limit
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import make_scheduler, start
 from moejax.engine.opening.weights import load
@@ -35,6 +38,7 @@ from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
+from moejax.perf.certificate import Certificate
 from moejax.routing.capture import RoutingCapture
 
 
@@ -64,7 +68,8 @@ class LLM:
             nothing.
 
     Raises:
-        ConfigError, CheckpointError, DeviceError: one line each, see `moejax.core.errors`.
+        ConfigError, CheckpointError, DeviceError: one line each, see `moejax.core.errors`. What a device
+            cannot hold is refused before a weight is read (`engine.memory_check`).
     """
 
     def __init__(
@@ -84,7 +89,11 @@ class LLM:
         for keyword in foreign:
             raise refuse(keyword, inspect.signature(LLM).parameters.keys() - {"foreign"})
         resolved = resolve(model, dtype, parallel, engine, quant, seed, load_format)
-        self._weights = load(resolved, on_progress, fill=fill)
+        planned = load(resolved, fill=False)
+        self._planned = EngineMemory.of(resolved, planned)
+        if fill:  # what is only planned may be for another device
+            self._planned.check(device_limit(devices=resolved.parallel.num_devices), planned)
+        self._weights = load(resolved, on_progress) if fill else planned
         self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
         self.seed = resolved.seed
         self.model_dir, self.config = resolved.directory, resolved.config
@@ -99,9 +108,12 @@ class LLM:
         self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
         self.engine, self.runner, blocks = start(resolved, self._weights)
         self.ledger = self.runner.ledger
-        self.resolutions = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
-        if any(resolved.config.sliding_windows):
-            self.resolutions.append(resolved.window_cache)
+        self._planned = dataclasses.replace(self._planned, resolved=resolved)
+        self.memory = self._planned.certificate(cache=self.runner.cache)
+        memory = Resolution("memory", byte_words(self.memory.total), f"of a device: {self.memory.parts()}")
+        chosen = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
+        windows = [resolved.window_cache] if any(resolved.config.sliding_windows) else []
+        self.resolutions = [*chosen, *windows, memory]
         self.builder = self._request_builder(resolved.replay)
         self._submitted: dict[str, RequestState] = {}
 
@@ -142,6 +154,15 @@ class LLM:
 
     def _repr_html_(self) -> str:
         return repr(self) if isinstance(self.engine, _Closed) else engine_card(self)
+
+    def check_memory(self, limit: float | None, *, compiles: bool = False) -> Certificate:
+        """Returns what a device with `limit` bytes (None: not known) would hold; with `compiles` the largest
+        step as it is compiled for the devices that are here, else `memory`.
+
+        Raises:
+            ConfigError: it does not fit; one line names the parts and the smallest changes that make it fit.
+        """
+        return self._planned.check(limit, self._weights if compiles else None, compiles)
 
     @property
     def stages(self) -> list[Decoder]:

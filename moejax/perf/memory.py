@@ -1,9 +1,12 @@
 """Bytes that lie on a device: its part of the weights and of the key/value cache. Host arithmetic."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
@@ -31,12 +34,18 @@ class StageMemory:
         expert_weights: experts' matrices.
         other_weights: everything else: attention, norms, routers, shared experts, embedding, output.
         cache: keys and values, and the states of linear attention.
+        attention_weights, embedding_weights: of `other_weights` attention's, and embedding's and output's.
+        window_cache, states: of `cache` the blocks of layers with a window of their own, and the states.
     """
 
     layers: tuple[int, ...]
     expert_weights: int
     other_weights: int
     cache: int
+    attention_weights: int = 0
+    embedding_weights: int = 0
+    window_cache: int = 0
+    states: int = 0
 
     @property
     def weights(self) -> int:
@@ -86,18 +95,26 @@ def device_memory(
     token_bytes = kv_token_bytes(model, dtype or model.dtype, parallel.kv_split(model.num_kv_heads))
     pages, of_window = num_blocks * block_size * token_bytes, window_blocks * block_size * token_bytes
     state = sequences * state_bytes(model, parallel.tensor_size)
-    held = [
-        {"blocks": pages, "window": of_window, "state": state}[kind] for kind in model.cache_kinds(window)
-    ]
-    weight_bytes = [[0, 0] for _ in parts]
+    each = {"blocks": pages, "window": of_window, "state": state}
+    kinds = model.cache_kinds(window)
+    held = [Counter[str]() for _ in parts]
     for name, spec in specs.items():
         size = tensor_bytes(name, spec, model, parallel)
+        place = "embedding" if name.startswith(("embedding.", "lm_head.")) else "other"
+        place = "attention" if ".attention." in name else "expert" if "expert" in spec.axes else place
         for stage in _places(name, model, parts):
-            weight_bytes[stage]["expert" not in spec.axes] += size
+            held[stage][place] += size
+    for one, part in zip(held, parts, strict=True):
+        for layer in part:
+            one[kinds[layer]] += each[kinds[layer]]
     return [
-        StageMemory(tuple(part), experts, others, sum(held[layer] for layer in part))
-        for part, (experts, others) in zip(parts, weight_bytes, strict=True)
-    ]
+        StageMemory(
+            tuple(part), one["expert"], one["attention"] + one["embedding"] + one["other"],
+            one["blocks"] + one["window"] + one["state"], one["attention"], one["embedding"], one["window"],
+            one["state"],
+        )
+        for part, one in zip(parts, held, strict=True)
+    ]  # fmt: skip
 
 
 def held_weights(model: ModelConfig, specs: Mapping[str, Declared]) -> HeldWeights:
@@ -182,7 +199,7 @@ def tensor_bytes(name: str, spec: Declared, model: ModelConfig, parallel: Parall
 def _itemsize(dtype: Any) -> int:
     """Returns the bytes of an element of a NumPy-like dtype, or of its name."""
     itemsize = getattr(dtype, "itemsize", None)
-    return int(itemsize) if isinstance(itemsize, int) else DTYPE_BYTES[str(dtype)]
+    return itemsize if isinstance(itemsize, int) else DTYPE_BYTES.get(dtype) or np.dtype(dtype).itemsize
 
 
 def _places(name: str, model: ModelConfig, parts: Sequence[Sequence[int]]) -> list[int]:

@@ -294,6 +294,7 @@ def test_limits_and_resolutions(small_dir: Path) -> None:
     assert llm.max_model_len == 10
     assert LLM(small_dir, load_format="dummy", engine=ENGINE).max_model_len == 64
     assert {r.key: r.value for r in llm.resolutions} == {
+        "memory": "1.4 MB",
         "engine.platform": "cpu",
         "model.dtype": "float32",
         "engine.kernels": "xla",

@@ -29,18 +29,20 @@ def test_says_cases_memory_choices_and_folder(
 ) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     unread = "quant.awq_grid=7"
-    assert dry("latency", *SMALL, "--dry-run", "quant=int4_rtn_g64", unread, "hydra.run.dir=here") == 0
+    formula = "engine.memory_check=formula"
+    assert dry("latency", *SMALL, "quant=int4_rtn_g64", unread, formula, "hydra.run.dir=here") == 0
     out, err = capsys.readouterr()
     assert "measures b1_p64_n32, b4_p64_n32; iterations 3; warmup 1\n" in out, err
     assert "writes here, about 0.5 MB\n" in out
-    assert "memory of a device: weights 3 MB, cache 1 MB, largest step about 27 MB; in all 0.03" in out
+    assert "GB: weights 3.3 MB (experts 2.1 MB, attention 132 kB, embeddings 1.0 MB, other " in out
+    assert "), cache 1.3 MB, largest step 9.1 MB (formula)" in out
     assert f"  {unread} is ignored: for awq\n" in out
     assert "engine.num_blocks = 16 (4 sequences of 128 tokens; 1.3 MB a device)\n" in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_lists_a_sweeps_jobs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert dry("latency", *SMALL, "-m", "engine.block_size=16,32") == 0
+    assert dry("latency", *SMALL, "engine.memory_check=formula", "-m", "engine.block_size=16,32") == 0
     out = capsys.readouterr().out
     assert out.startswith("a sweep of 2 jobs, in multirun/latency/")
     assert "job 0: workload.batch_size=[1,4] " in out and "engine.num_blocks = 32 (" in out

@@ -12,48 +12,26 @@ a device, or for the money, are then simulated under the workload at the rate th
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.simulate.config import PlanSection, SimulateSection
-from moejax.bench.simulate.replicas import Deployment, deploy
+from moejax.bench.simulate.replicas import Deployment, deploy, layouts
 from moejax.bench.simulate.run import Asked, simulated_kind, simulated_row, start_simulated
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.core.parallel import ParallelConfig, check_parallel
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from moejax.simulate.step import GroupWork
 
-NODE = 8
 _UTILISED = 0.9
 """Share of the steady state's rate that is asked for at first, as arrivals are not even."""
 _KEPT, _ATTEMPTS = 0.95, 6
 """Share of the requests that must keep to the objectives, and rates that are tried."""
 _TIMES = 3
 """A simulation's length, in times that a request may take."""
-
-
-def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
-    """Yields the layouts that suit a model on up to so many devices, by powers of two: expert, tensor and
-    pipeline parallelism, with attention split by heads or by requests."""
-    sizes = [1 << power for power in range(most.bit_length())]
-    for pp, ep, tp in itertools.product(sizes, repeat=3):
-        devices = pp * ep * tp
-        for attention in ("tensor", "data") if ep > 1 else ("tensor",):
-            nodes = max(1, devices // NODE)
-            if devices > most or (ep > 1 and not any(model.moe_layers)):
-                continue
-            try:
-                parallel = ParallelConfig(pp=pp, ep=ep, tp=tp, nodes=nodes, attention=attention)
-                check_parallel(parallel, model, devices)
-            except ConfigError:
-                continue
-            degrees = [f"{name}{n}" for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n > 1]
-            degrees += ["data"] * (attention == "data") + [f"nodes{nodes}"] * (nodes > 1)
-            yield "_".join(degrees) or "single", parallel
 
 
 def steady_state(

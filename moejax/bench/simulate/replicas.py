@@ -1,7 +1,10 @@
 """Simulated replicas of a model on a device kind: what fits its memory, and how long its steps take."""
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +14,12 @@ from moejax.bench.simulate.config import SimulateSection
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig, check_parallel
-from moejax.core.words import byte_words
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
+from moejax.perf.certificate import Certificate, Change, step_bytes
 from moejax.perf.links import latency
-from moejax.perf.memory import StageMemory, device_memory, largest
+from moejax.perf.memory import Declared, StageMemory, device_memory, largest
+from moejax.perf.sizes import DTYPE_BYTES
 from moejax.results.metrics import Slo
 from moejax.sharding.pipeline import split_layers
 from moejax.simulate.calibration import Calibration, load_calibration
@@ -25,19 +29,21 @@ from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
 from moejax.simulate.step import StepDurations
 
+NODE = 8
+_TIMES = 64
+"""Times more devices that a layout is looked for with."""
+
 
 class Room(NamedTuple):
-    """Memory of the fullest device: bytes of weights, of a cache block and of a step, and blocks that fit."""
+    """Memory of the fullest device, bytes of a cache block, and blocks that fit."""
 
-    weights: float
+    memory: Certificate
     block: float
-    step: float
-    limit: float
     blocks: int
 
     def held(self, cache_use: float) -> float:
         """Returns the bytes in use where a share of the cache's blocks is."""
-        return self.weights + self.step + cache_use * self.blocks * self.block
+        return self.memory.total - (1 - cache_use) * self.blocks * self.block
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Deployment:
             block_bytes=self.room.block,
             senders=self.parallel.num_devices // groups,
             devices=self.parallel.num_devices,
-            load_s=self.room.weights / (section.autoscale.load_gb_per_s * 1e9),
+            load_s=self.room.memory.held.weights / (section.autoscale.load_gb_per_s * 1e9),
             request_s=host.request_s,
             slo=slo or Slo(),
         )
@@ -125,6 +131,26 @@ def deploy(
     return Deployment(name, model, parallel, engine, room, step, calibration)
 
 
+def layouts(model: ModelConfig, most: int) -> Iterator[tuple[str, ParallelConfig]]:
+    """Yields the layouts that suit a model on up to so many devices, by powers of two: expert, tensor and
+    pipeline parallelism, with attention split by heads or by requests."""
+    sizes = [1 << power for power in range(most.bit_length())]
+    for pp, ep, tp in itertools.product(sizes, repeat=3):
+        devices = pp * ep * tp
+        for attention in ("tensor", "data") if ep > 1 else ("tensor",):
+            nodes = max(1, devices // NODE)
+            if devices > most or (ep > 1 and not any(model.moe_layers)):
+                continue
+            try:
+                parallel = ParallelConfig(pp=pp, ep=ep, tp=tp, nodes=nodes, attention=attention)
+                check_parallel(parallel, model, devices)
+            except ConfigError:
+                continue
+            degrees = [f"{name}{n}" for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n > 1]
+            degrees += ["data"] * (attention == "data") + [f"nodes{nodes}"] * (nodes > 1)
+            yield "_".join(degrees) or "single", parallel
+
+
 def device_room(
     model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, kernels: Kernels, share: float
 ) -> Room:
@@ -135,31 +161,70 @@ def device_room(
     """
     limit = share * (kernels.hardware.memory or math.inf)
 
-    def held(blocks: int) -> StageMemory:
-        stages = split_layers(model, parallel.pp, parallel.stage_layers)
-        size, declared = engine.block_size, specs(Decoder(model))
-        of = device_memory(model, parallel, declared, num_blocks=blocks, block_size=size, stages=stages)
-        return largest(of)
+    def room(change: Change) -> Room:
+        """Returns the room with some settings changed, with at least one sequence's blocks."""
+        settings = {key.removeprefix("engine."): value for key, value in change.items() if "engine." in key}
+        formats = {key: change.get(f"simulate.{key}", getattr(kernels, key)) for key in ("weights", "dense")}
+        layout = wider[change["simulate.layouts"].strip("[]")] if "simulate.layouts" in change else parallel
+        return _room(model, layout, dataclasses.replace(engine, **settings), formats, kernels.cache, limit)
 
-    one, two = held(1), held(2)
-    block = (two.cache - one.cache) * WEIGHTS[kernels.cache] / 2
-    itemsize = 2  # of the model's own dtype
-    weights = one.expert_weights * WEIGHTS[kernels.weights] / itemsize
-    weights += one.other_weights * WEIGHTS[kernels.dense] / itemsize
-    width = max(model.hidden_size * 4, 3 * model.num_experts_per_tok * model.moe_intermediate_size)
-    step = 1.0 * engine.max_num_batched_tokens * width * itemsize
-    step += 4.0 * engine.max_num_seqs * parallel.padded_vocab(model.vocab_size)
-    longest = engine.max_model_len or model.max_position_embeddings
-    needed = math.ceil(longest / engine.block_size)
-    blocks = int((limit - weights - step) // block)
-    if engine.num_blocks is not None:
-        blocks = min(blocks, engine.num_blocks)
-    if blocks < needed:
-        more = math.ceil((weights + step + needed * block) / limit)
-        parts = [byte_words(size) for size in (weights, step, needed * block)]
-        raise ConfigError(
-            "{} of weights, {} of a step and {} of cache for a sequence of {} tokens do not fit {} of a {}; "
-            "split it over {} times as many devices, choose simulate.weights of fewer bits, or lower "
-            "engine.max_model_len".format(*parts, longest, byte_words(limit), kernels.kind, more)
+    found = room({})
+    if found.memory.fits:
+        return found
+    wider = dict(layouts(model, _TIMES * parallel.num_devices))
+    limits = {
+        "engine.max_model_len": (engine.block_size, engine.max_model_len or model.max_position_embeddings),
+        "engine.max_num_batched_tokens": (engine.max_num_seqs, engine.max_num_batched_tokens),
+        "engine.max_num_seqs": (1, engine.max_num_seqs),
+    }
+    formats = [name for name in ("w8a16_int8", "w4a16_int4") if WEIGHTS[name] < WEIGHTS[kernels.weights]]
+    changes = [{"simulate.weights": name, "simulate.dense": name} for name in formats]
+    more = sorted((one.num_devices, name) for name, one in wider.items())
+    raise ConfigError(
+        f"{kernels.kind}, {share:.0%} of its memory: "
+        + found.memory.refusal(
+            lambda change: room(change).memory.fits,
+            {key: (low, high - 1) for key, (low, high) in limits.items()},
+            changes,
+            [{"simulate.layouts": f"[{name}]"} for count, name in more if count > parallel.num_devices],
         )
-    return Room(weights, block, step, limit, min(blocks, engine.max_num_seqs * needed * 4))
+    )
+
+
+def _room(
+    model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, formats: Mapping[str, str],
+    cache: str, limit: float,
+) -> Room:  # fmt: skip
+    """Returns as many blocks as fit, and what is held with them; at least those of the longest sequence."""
+    itemsize, held = DTYPE_BYTES[model.dtype], _held(model, parallel, engine.block_size, engine.max_num_seqs)
+    experts, dense = (WEIGHTS[formats[key]] / itemsize for key in ("weights", "dense"))
+    size = (held.cache - held.states) * WEIGHTS[cache] / itemsize
+    step = step_bytes(
+        model, parallel, engine.max_num_seqs, engine.max_num_batched_tokens, sampled=False, kernels=True
+    )
+    needed = math.ceil((engine.max_model_len or model.max_position_embeddings) / engine.block_size)
+    weights = held.expert_weights * experts + held.other_weights * dense
+    fitting = (limit - weights - held.states - step) // size if size else math.inf
+    most = min(max(needed, fitting), engine.max_num_seqs * needed * 4)
+    blocks = int(min(most, engine.num_blocks or math.inf))
+    of_dense = ("other_weights", "attention_weights", "embedding_weights")
+    parts = {name: round(getattr(held, name) * dense) for name in of_dense}
+    parts |= {"expert_weights": round(held.expert_weights * experts)}
+    memory = dataclasses.replace(held, **parts, cache=round(blocks * size) + held.states)
+    return Room(Certificate(memory, step, limit=limit), size, blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _held(model: ModelConfig, parallel: ParallelConfig, block_size: int, sequences: int) -> StageMemory:
+    """Returns what the fullest stage holds with one block."""
+    stages = split_layers(model, parallel.pp, parallel.stage_layers)
+    held = device_memory(
+        model, parallel, _declared(model), num_blocks=1, block_size=block_size, sequences=sequences + 1,
+        stages=stages,
+    )  # fmt: skip
+    return largest(held)
+
+
+@functools.lru_cache(maxsize=4)
+def _declared(model: ModelConfig) -> Mapping[str, Declared]:
+    return specs(Decoder(model))

@@ -191,6 +191,7 @@ def simulated_row(
         "error": None,
         "num_devices": devices,
         "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
+        **deployment.room.memory.row(),
         "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
         "memory_gb": (held := deployment.room.held(row["cache_use_peak"])) / 1e9,
         "device_memory_use_peak": held / (deployment.step.kernels.hardware.memory or math.inf),

@@ -30,7 +30,7 @@ from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
 from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
 from moejax.sharding.distributed import agree
-from moejax.sharding.pipeline import stage_config
+from moejax.sharding.pipeline import split_layers, stage_config
 from moejax.sharding.spmd import MeshDevices
 
 CPU_CACHE_BYTES = 2e9
@@ -51,19 +51,11 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     Raises:
         ConfigError: see `cache_blocks`.
     """
-    config, kv_dtype = resolved.engine, resolved.kv_cache.value
-    parts = [stage_config(resolved.config, stage.stage) for stage in weights.stages]
+    config = resolved.engine
     # What the weights of an engine that is only planned would take.
     leaves = [leaf for stage in weights.functions for leaf in stage.leaves]
     absent = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if not isinstance(leaf, jax.Array))
-    limits = resolved.max_model_len, resolved.parallel, kv_dtype, resolved.kernels, absent
-    # As many as fit into every stage; of equals the reason of the one with the most layers.
-    parts.sort(key=lambda part: part.num_layers, reverse=True)
-    sizes = (cache_blocks(config, part, *limits, window=resolved.window) for part in parts)
-    blocks = min(sizes, key=lambda one: int(one.value))
-    number, window = int(blocks.value), resolved.window
-    own = blocks_of_window(config, window, number)
-    cache = CacheSpec(number, config.block_size, resolved.max_model_len, kv_dtype, window, own)
+    cache, blocks = plan_cache(resolved, absent)
     parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
     beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
     overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
@@ -82,6 +74,22 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         for swap in engine.scheduler.swaps:
             swap.move_s = seconds
     return Started(engine, runner, blocks)
+
+
+def plan_cache(resolved: ResolvedEngine, absent: int) -> tuple[CacheSpec, Resolution]:
+    """Returns the cache, and the number of its blocks with the reason; `absent` and errors are those of
+    `cache_blocks`."""
+    engine, parallel, kv_dtype = resolved.engine, resolved.parallel, resolved.kv_cache.value
+    layers = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
+    parts = [stage_config(resolved.config, stage) for stage in layers]
+    limits = resolved.max_model_len, parallel, kv_dtype, resolved.kernels, absent
+    # As many as fit into every stage; of equals the reason of the one with the most layers.
+    parts.sort(key=lambda part: part.num_layers, reverse=True)
+    sizes = (cache_blocks(engine, part, *limits, window=resolved.window) for part in parts)
+    blocks = min(sizes, key=lambda one: int(one.value))
+    number, window = int(blocks.value), resolved.window
+    own = blocks_of_window(engine, window, number)
+    return CacheSpec(number, engine.block_size, resolved.max_model_len, kv_dtype, window, own), blocks
 
 
 def make_runner(

@@ -132,13 +132,9 @@ def load_stage(
             store=store,
         )
         model, stats = loaded.model, loaded.stats
-        logger.info(
-            "%s: read %.1f MB of %d tensors in %.1f s",
-            resolved.source,
-            stats.bytes_read / 1e6,
-            stats.tensors,
-            stats.seconds,
-        )
+        if store is not None:
+            told = resolved.source, stats.bytes_read / 1e6, stats.tensors, stats.seconds
+            logger.info("%s: read %.1f MB of %d tensors in %.1f s", *told)
     put_tables(model, place)
     return model
 

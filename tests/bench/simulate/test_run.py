@@ -83,10 +83,15 @@ def test_a_layout_that_does_not_suit_is_a_row_with_the_reason(tmp_path: Path) ->
 
 def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
     huge = LARGE.replace(num_layers=96, moe_layers=(True,) * 96, sliding_windows=(None,) * 96)
-    with pytest.raises(
-        ConfigError, match=r"of weights.*do not fit .* of a h100; split it over 2 times as many"
-    ):
+    with pytest.raises(ConfigError, match=r"h100.* of 77.3 GB: weights 81.6 GB .* do not fit; ") as refused:
         simulate(tmp_path, huge, layouts=["single"])
+    _, _, ways = str(refused.value).partition("what makes it fit: ")
+    assert ways == "simulate.weights=w8a16_int8 with simulate.dense=w8a16_int8, or simulate.layouts=[ep2]"
+    (row,) = simulate(tmp_path / "2", huge, layouts=["tp2"], rates=[20.0], laws=[], interval=False)["cases"]
+    assert (
+        row["device_weight_bytes"] + row["device_cache_bytes"] + row["device_step_bytes"]
+        == (row["device_memory_bytes"])
+    )
     assert not (tmp_path / "result.json").exists()
 
 
