@@ -1,10 +1,6 @@
 """What an engine is said to hold, against what it allocates; and what is said where that is too much."""
 
-import ctypes
 import dataclasses
-import gc
-import multiprocessing
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,31 +193,3 @@ def test_the_hosts_memory_is_what_its_groups_leave(tmp_path: Path) -> None:
             (group / f"memory.{name}").write_text(text)
         (group / "memory.stat").write_text("anon 1\ninactive_file 700\n")
         assert host.host_memory(root) == 3000 - 2500 + 700
-
-
-def growth() -> tuple[int, int]:
-    """Returns by how much a new process grows with the weights of a larger model, and what they take."""
-
-    def layers(count: int) -> ModelConfig:
-        return WIDE.replace(
-            vocab_size=8192, hidden_size=512, head_dim=64, num_experts=32, moe_intermediate_size=256,
-            num_layers=count, moe_layers=(True,) * count, sliding_windows=(None,) * count,
-        )  # fmt: skip
-
-    def resident() -> int:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        return psutil.Process().memory_info().rss
-
-    LLM(layers(1), load_format="dummy", engine=ENGINE).close()  # compiles what draws weights
-    before = resident()
-    with LLM(layers(8), load_format="dummy", engine=ENGINE) as llm:
-        return resident() - before, llm.memory.held.weights
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back to Linux")
-def test_what_a_process_takes_for_weights_is_what_was_said() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        grown, said = pool.apply(growth)
-    assert grown == pytest.approx(said, rel=0.1), grown / said
