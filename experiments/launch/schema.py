@@ -6,6 +6,7 @@ command line. `experiments.launch.structured.mirror` makes OmegaConf's schema fr
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from statistics import mean
 from typing import Annotated, Any, Literal
 
 from moejax.bench.ab.config import AblationSection, AbSection
@@ -20,12 +21,13 @@ from moejax.bench.routing.config import RoutingSelection, needs_model
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.stress.config import StressSection
-from moejax.bench.traffic import ThroughputWorkload
+from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.checkpoint.directory import read_raw_config, reduced_shape
 from moejax.core.checked import Among, Checked, Must, PositiveInt, Seed
 from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError
+from moejax.core.hardware import KNOWN
 from moejax.core.host import HostConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.price import Price
@@ -158,6 +160,43 @@ class InferenceSections(ModelSections):
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel.auto:
+            object.__setattr__(self, "parallel", self._chosen_layout())
+
+    def _chosen_layout(self) -> ParallelConfig:
+        """Returns the layout that `parallel.auto` asks for. Raises `ConfigError`: no device is named, or what
+        `choose_layout` raises."""
+        from moejax.bench.simulate.plan import choose_layout
+        from moejax.engine.opening.resolve import find_model
+
+        if self.hardware.kind in ("auto", "cpu"):
+            kinds = ", ".join(kind for kind, device in KNOWN.items() if device.bandwidth is not None)
+            raise ConfigError(f"parallel.auto needs the devices that it chooses for: hardware.kind={kinds}")
+        model = find_model(self.model.source, self.model.load_format)[1].replace(dtype="bfloat16")
+        held = next((name for word, name in _HELD.items() if word in self.quant.format), "w8a16_int8")
+        held = "bf16" if self.quant.method == "none" else held
+        cache = "fp8" if self.quant.kv_cache in ("int8", "fp8_e4m3") else "bf16"
+        section, load = (
+            SimulateSection(weights=held, dense=held, cache=cache),
+            getattr(self, "workload", None),
+        )
+        lengths, tpot_ms = (512.0, 128.0), None
+        if isinstance(load, ThroughputWorkload):
+            asked, tpot_ms = plan_requests(load, model.vocab_size), load.slo.tpot_ms
+            lengths = (mean(each.prompt_len for each in asked), mean(each.output_len for each in asked))
+        elif isinstance(load, WorkloadConfig):
+            cases, tpot_ms = latency_cases(load), load.slo.tpot_ms
+            lengths = (mean(case.prompt_len for case in cases), mean(case.output_len for case in cases))
+        return choose_layout(
+            model, self.engine, section, self.hardware.kind, self.parallel.auto, lengths, tpot_ms
+        )
+
+
+_HELD = {"int4": "w4a16_int4", "mxfp4": "w4a16_int4", "nvfp4": "w4a16_int4", "fp8": "fp8"}
+"""The simulator's names of weights' formats; others' are of 8 bits."""
 
 
 @dataclass(frozen=True)

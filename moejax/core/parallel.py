@@ -36,6 +36,7 @@ class ParallelConfig(Checked, section="parallel"):
             all-gather, with which decoding exchanges, is not cut.
         microbatches: parts of a step that follow each other through the pipeline; None: as many as stages.
         stage_layers: layers of each stage; None: balanced by cost.
+        auto: devices over which an experiment is to choose the layout (`parallel=auto`); 0: it is said.
     """
 
     dp: PositiveInt = 1
@@ -51,9 +52,12 @@ class ParallelConfig(Checked, section="parallel"):
     dispatch_microbatches: Literal[1, 2] = 1
     microbatches: PositiveInt | None = None
     stage_layers: tuple[PositiveInt, ...] | None = None
+    auto: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.auto and self.num_devices > 1:
+            raise ConfigError(f"parallel.auto={self.auto} chooses the degrees: leave out dp, pp, ep and tp")
         if self.stage_layers is not None and len(self.stage_layers) != self.pp:
             raise ConfigError(
                 f"parallel.stage_layers must name pp={self.pp} numbers of layers, got"
@@ -120,6 +124,8 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
     Every misfit is named, with its numbers.
     """
     faults = []
+    if parallel.auto:
+        faults.append("auto is for experiments: moejax.bench.simulate.plan.choose_layout returns a layout")
     if parallel.num_devices > devices:
         faults.append(
             f"{parallel._product} devices are needed and {devices} are there (without GPUs, XLA_FLAGS="

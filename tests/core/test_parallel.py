@@ -88,6 +88,7 @@ def test_attention_by_data_needs_no_heads_to_divide() -> None:
 def test_the_presets_are_those_of_the_command_line() -> None:
     folder = Path(__file__).resolve().parents[2] / "configs" / "parallel"
     written = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
+    assert written.pop("auto") == {"auto": 8}  # which is none of its own
     assert {name: ParallelConfig(**fields) for name, fields in written.items()} == PRESETS
 
 
@@ -96,3 +97,12 @@ def test_replicas_need_experts() -> None:
     check_parallel(ParallelConfig(ep=2), dense, 2)
     with pytest.raises(ConfigError, match="redundant_experts=2 of a model without experts"):
         check_parallel(ParallelConfig(ep=2, redundant_experts=2), dense, 2)
+
+
+def test_a_layout_that_is_to_be_chosen_is_none_yet() -> None:
+    with pytest.raises(ConfigError, match="choose_layout returns a layout"):
+        check_parallel(ParallelConfig(auto=8), FAMILIES["qwen3_moe"], 8)
+    with pytest.raises(
+        ConfigError, match=r"parallel.auto=8 chooses the degrees: leave out dp, pp, ep and tp"
+    ):
+        ParallelConfig(auto=8, tp=2)

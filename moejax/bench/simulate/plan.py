@@ -22,6 +22,7 @@ from moejax.bench.simulate.run import Asked, simulated_kind, simulated_row, star
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.parallel import ParallelConfig
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from moejax.simulate.step import GroupWork
@@ -63,6 +64,40 @@ def steady_state(
         "steady_tpot_ms": 1e3 * token_s(max(low, 1)),
         "steady_tokens_per_s": rate,
     }
+
+
+def choose_layout(
+    model: ModelConfig,
+    engine: EngineConfig,
+    section: SimulateSection,
+    kind: str,
+    devices: int,
+    lengths: tuple[float, float],
+    tpot_ms: float | None = None,
+) -> ParallelConfig:
+    """Returns the layout over all of so many devices of a kind that serves the most tokens/s in a steady
+    state of requests of (prompt, output) `lengths`, within its memory and a time per output token.
+
+    Raises:
+        ConfigError: an unknown kind, no layout fits, or none is fast enough.
+    """
+    section.kernels(kind)
+    found: list[tuple[float, ParallelConfig]] = []
+    refused = f"no layout suits {devices} devices; powers of two do"
+    for name, parallel in layouts(model, devices):
+        if parallel.num_devices == devices:
+            try:
+                one = deploy(name, model, parallel, engine, section, kind, section.routing.law)
+            except ConfigError as error:
+                refused = str(error)
+                continue
+            rate = steady_state(one, *lengths, (tpot_ms or math.inf) / 1e3)["steady_tokens_per_s"]
+            refused = f"none keeps {tpot_ms} ms a token (workload.slo.tpot_ms)"
+            found.append((rate, parallel))
+    best = max(found, key=lambda pair: pair[0], default=(0.0, ParallelConfig()))
+    if not best[0]:
+        raise ConfigError(f"parallel.auto={devices} on {kind}: {refused}")
+    return best[1]
 
 
 def plan_rows(

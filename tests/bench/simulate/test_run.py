@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moejax.bench.simulate.config import PlanSection, RoutingSection, SimulateSection, parse_layout
-from moejax.bench.simulate.plan import layouts, plan_rows, run_plan, steady_state
+from moejax.bench.simulate.plan import choose_layout, layouts, plan_rows, run_plan, steady_state
 from moejax.bench.simulate.replicas import Deployment, deploy
 from moejax.bench.simulate.run import WITH_INTERVAL, Asked, run_simulate
 from moejax.bench.traffic import ThroughputWorkload
@@ -253,3 +253,25 @@ def test_uneven_pipeline_stages_have_all_layers() -> None:
         step = deploy(name, model, parse_layout(name), ENGINE, SECTION, "h100", law).step
         assert [layer for stage in step.parts for layer in stage] == list(range(9)) and all(step.parts)
         assert step.of([GroupWork(8, 800, ((64, 64),), 9)]).seconds > 0
+
+
+def test_a_layout_is_chosen_by_what_a_steady_state_serves() -> None:
+    section = dataclasses.replace(SECTION, memory_share=0.9)
+    chosen = choose_layout(LARGE, ENGINE, section, "a100_80gb", 4, (100.0, 20.0))
+    assert chosen.num_devices == 4 and not chosen.auto
+    rates = {
+        name: steady_state(
+            deploy(name, LARGE, parallel, ENGINE, section, "a100_80gb", section.routing.law), 100.0, 20.0, 1e9
+        )["steady_tokens_per_s"]
+        for name, parallel in layouts(LARGE, 4)
+        if parallel.num_devices == 4
+    }
+    best = max(rates, key=lambda name: rates[name])
+    assert dict(layouts(LARGE, 4))[best] == chosen and len(rates) > 3
+    with pytest.raises(ConfigError, match=r"^parallel.auto=4 on a100_80gb: none keeps 0.001 ms a token"):
+        choose_layout(LARGE, ENGINE, section, "a100_80gb", 4, (100.0, 20.0), 0.001)
+    with pytest.raises(ConfigError, match="no layout suits 3 devices; powers of two do"):
+        choose_layout(LARGE, ENGINE, section, "a100_80gb", 3, (100.0, 20.0))
+    tight = dataclasses.replace(section, memory_share=0.001)
+    with pytest.raises(ConfigError, match="do not fit"):
+        choose_layout(LARGE, ENGINE, tight, "a100_80gb", 4, (100.0, 20.0))
