@@ -167,10 +167,10 @@ def print_machine(result: Mapping[str, Any], console: Console) -> None:
     unclear = [row for row in rows if row["verdict"] == "unclear"]
     counts = result["metrics"]
     inside = sum(row["low"] <= row["simulated"] <= row["high"] for row in unclear)
+    within = sum(abs(row["error"]) <= row["goal"] for row in unclear)
     lines = [
-        f"{counts['figures_met']} figures met, {counts['figures_missed']} missed, {len(unclear)} unclear, of which"
-        f" {inside} simulated ones are between the repeats and {sum(abs(r['error']) <= r['goal'] for r in unclear)}"
-        " within the goal",
+        f"{counts['figures_met']} figures met, {counts['figures_missed']} missed, {len(unclear)} unclear, of"
+        f" which {inside} simulated ones are between the repeats and {within} within the goal",
         f"recorded durations told again: off by {counts['replay_worst_error']:.2%} at most",
     ]
     print_lines(console, lines)

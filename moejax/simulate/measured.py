@@ -24,8 +24,8 @@ class Turn(NamedTuple):
     Attributes:
         launch: the host's since the turn began, requests taken, until the step was launched.
         device: from there, or from the end of the step before if that was later, until its tokens were seen.
-        after: the host's from there, or from the next step's launch if that was later, until the driver looks for
-            requests again.
+        after: the host's from there, or from the next step's launch if that was later, until the driver looks
+            for requests again.
     """
 
     launch: float
@@ -88,7 +88,7 @@ def timed_steps(turns: Sequence[Loop], ends: Sequence[float], start: float) -> l
         for left in reversed(range(turn.delivered)):
             work, launch, launched = flying.popleft()
             end = ends[len(steps)]
-            # Tokens seen before the launch were there as the turn began: the loop looks then, and not between.
+            # Tokens seen before the launch were there as the turn began: the loop looks then only.
             end = max(end if end >= clock else began, launched, last)
             device, last, clock = end - max(launched, last), end, max(clock, end)
             after = 0.0 if left or following is None else max(0.0, following.looked - clock)

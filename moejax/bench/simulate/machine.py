@@ -1,6 +1,7 @@
-"""`simulate.mode=machine`: the simulator beside the engine on this machine. Steps of some traffic are timed; other
-traffic is predicted with their durations and really served, in turns with the timing, so that a machine whose
-speed drifts is fair to both (`assets/machine_cases.toml`).
+"""`simulate.mode=machine`: the simulator beside the engine on this machine.
+
+Steps of some traffic are timed; other traffic is predicted with their durations and really served, in turns
+with the timing, so that a machine whose speed drifts is fair to both (`assets/machine_cases.toml`).
 
 The simulated engine has the real one's limits, cache blocks and buckets, and its loop.
 """
@@ -11,9 +12,8 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from itertools import repeat
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -40,9 +40,10 @@ from moejax.simulate.tables import FOLDER
 
 CASES = FOLDER.parent / "machine_cases.toml"
 GOALS = {
-    "steps": 0.02, "duration_s": 0.05, "median_tpot_ms": 0.05, "median_ttft_ms": 0.1, "output_throughput": 0.05
+    "steps": 0.02, "duration_s": 0.05, "median_tpot_ms": 0.05, "median_ttft_ms": 0.1,
+    "output_throughput": 0.05,
 }  # fmt: skip
-"""The relative errors that are aimed at; where all requests come at once the number of steps is to be exact."""
+"""Relative errors that are aimed at; the steps of requests that come at once are to be exactly as many."""
 QUIET = 0.05
 """The relative spread of a machine's own repeats from which on they tell nothing of a prediction."""
 
@@ -58,15 +59,17 @@ class Case(NamedTuple):
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Case":
         """Returns a file's entry."""
-        fields = {name: Lengths(**value) if isinstance(value, dict) else value for name, value in entry.items()
-                  if name != "engine"}  # fmt: skip
-        engine, load = entry.get("engine", {}), fields.pop("load", None)
+        fields: dict[str, Any] = {
+            key: Lengths(**value) if key.endswith("_len") and isinstance(value, dict) else value
+            for key, value in entry.items()
+        }
+        engine, load = fields.pop("engine", {}), fields.pop("load", None)
         return cls(ThroughputWorkload(**fields, request_rate=load or math.inf), engine, load)
 
 
 class Recorded(NamedTuple):
-    """A run of the engine, its steps, seconds of the host for each request, and the instants, in seconds since
-    the start, at which it was given requests after it had been idle."""
+    """A run of the engine, its steps, seconds of the host for each request, and the instants, in seconds
+    since the start, at which it was given requests after it had been idle."""
 
     run: TrafficRun
     steps: list[TimedStep]
@@ -77,12 +80,21 @@ class Recorded(NamedTuple):
 class TimedBackend(MoejaxBackend):
     """An engine whose turns are noted, by standing before its runner; `record` serves traffic."""
 
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self._turns: list[Loop] = []
+        self._submits: list[float] = []
+        self._taken = 0
+        self._looked = 0.0
+        self._woke: float | None = None
+        self._launched: tuple[float, Work] | tuple[None, None] = (None, None)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm.runner, name)  # what else the loop asks of its runner
 
     def launch(self, plan: Plan) -> Any:
         tokens = plan_tokens(plan)
-        handle = self.llm.runner.launch(plan)
+        handle: Any = self.llm.runner.launch(plan)
         self._launched = (
             time.perf_counter(),
             Work((handle.key.rows, handle.key.tokens, handle.key.blocks), tokens),
@@ -113,9 +125,7 @@ class TimedBackend(MoejaxBackend):
 
     def record(self, plan: Sequence[PlannedRequest], workload: ThroughputWorkload) -> Recorded:
         """Serves a plan."""
-        self._turns, self._submits, self._taken = list[Loop](), list[float](), 0
-        self._woke: float | None = None
-        self._launched: tuple[float, Work] | tuple[None, None]
+        self._turns, self._submits, self._taken, self._woke = [], [], 0, None
         engine = self.llm.engine
         engine.runner, runner = self, engine.runner
         try:
@@ -283,7 +293,7 @@ def _wake_s(times: int = 50, seconds: float = 1e-3) -> float:
 
 
 def judged(measured: Sequence[float], simulated: float, metric: str, exact: bool = False) -> dict[str, Any]:
-    """Returns a metric's figures and its verdict, see `model_rows`; `exact`: the number of steps is to be so."""
+    """Returns a metric's figures and its verdict, see `model_rows`; `exact`: the number of steps must be."""
     truth, low, high = median(measured), min(measured), max(measured)
     error, spread = simulated / truth - 1, high / low - 1
     goal = 0.0 if exact and metric == "steps" else GOALS[metric]
