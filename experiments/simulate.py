@@ -10,12 +10,14 @@ from experiments.launch.schema import SimulateConfig
 def main(config: SimulateConfig) -> None:
     from experiments.launch.variants import job_variants
     from moejax.bench.experiment_run import ExperimentRun
+    from moejax.bench.simulate.machine import run_machine
     from moejax.bench.simulate.plan import run_plan
     from moejax.bench.simulate.run import Asked, run_simulate
     from moejax.bench.simulate.stages import run_stages
     from moejax.bench.simulate.validate import run_calibrate, run_validate
 
-    modes = {"run": run_simulate, "plan": run_plan, "validate": run_validate, "calibrate": run_calibrate}
+    modes = {"run": run_simulate, "plan": run_plan, "validate": run_validate, "calibrate": run_calibrate,
+             "machine": run_machine}  # fmt: skip
 
     def asked(one: SimulateConfig) -> Asked:
         return Asked(one.model.source, one.model.load_format, one.simulate, one.engine, one.workload)

@@ -26,7 +26,7 @@ _NAMES = (
     "profile.json", "program.json", "dumps", "trace", "wandb", "quantization.json", "methods",
     "comparison.json", "ratios.png", "distributions*.png", "report.html", "outputs.jsonl", "workspace.json",
     "backend-*.log", JOB_FILE, SWEEP_FILE, "sweep.png", "multirun.yaml", "optimization_results.yaml",
-    "study.db", "points.csv", "tables.csv",
+    "study.db", "points.csv", "tables.csv", "machine.csv",
 )  # fmt: skip
 
 

@@ -92,6 +92,7 @@ EXPERIMENTS: Mapping[str, Report] = {
     "simulate plan": Report("simulate:print_plan"),
     "simulate validate": Report("simulate:print_validation"),
     "simulate calibrate": Report("simulate:print_calibration"),
+    "simulate machine": Report("simulate:print_machine"),
     "train": Report(None, {"training": "plots:training_curve", "expert_load": "plots:expert_load"}),
     "kernels static": Report("kernel_tables:print_static"),
     "kernels bench": Report("kernel_tables:print_bench"),

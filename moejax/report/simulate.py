@@ -140,6 +140,42 @@ def print_validation(result: Mapping[str, Any], console: Console) -> None:
         console.print(column_table(title, _TRACE, result["trace"], section=lambda row: row["routing"]))
 
 
+_MACHINE = (
+    Column("model", "model", left=True, once=True),
+    Column("case", "case", left=True, once=True),
+    Column("metric", "metric", left=True),
+    Column("measured", "measured", cell=three_digits),
+    Column("repeats", lambda row: f"{three_digits(row['low'])} to {three_digits(row['high'])}"),
+    Column("simulated", "simulated", cell=three_digits),
+    Column("error", "error", cell="{:+.1%}".format),
+    Column("spread", "spread", cell=_PER_CENT),
+    Column("goal", "goal", cell="{:.0%}".format),
+    Column("", "verdict", left=True),
+)
+
+
+def print_machine(result: Mapping[str, Any], console: Console) -> None:
+    """Prints what this machine's engine did beside what was simulated of it."""
+    rows = result["machine"]
+    caption = (
+        "measured: median of the repeats; spread: most over least of them less 1, from 5 % on it is unclear"
+    )
+    title = "The simulated and the real engine on this machine"
+    console.print(
+        column_table(title, _MACHINE, rows, caption, section=lambda row: (row["model"], row["case"]))
+    )
+    unclear = [row for row in rows if row["verdict"] == "unclear"]
+    counts = result["metrics"]
+    inside = sum(row["low"] <= row["simulated"] <= row["high"] for row in unclear)
+    within = sum(abs(row["error"]) <= row["goal"] for row in unclear)
+    lines = [
+        f"{counts['figures_met']} figures met, {counts['figures_missed']} missed, {len(unclear)} unclear, of"
+        f" which {inside} simulated ones are between the repeats and {within} within the goal",
+        f"recorded durations told again: off by {counts['replay_worst_error']:.2%} at most",
+    ]
+    print_lines(console, lines)
+
+
 def print_calibration(result: Mapping[str, Any], console: Console) -> None:
     """Prints each stack's constants."""
     rows = [

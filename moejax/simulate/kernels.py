@@ -49,8 +49,8 @@ which on none is near; how much further away another stack's counts, unless its 
 distance below which it is."""
 
 _UNTUNED = 2.5
-"""Times as slow as another stack's the experts of a shape are where their kernel was not tuned: TensorRT-LLM's
-of some shapes are 3 to 10 times, what stacks differ by otherwise is under 2."""
+"""Times as slow as another stack's the experts of a shape are where their kernel was not tuned: some of
+TensorRT-LLM's are 3 to 10 times, what stacks differ by otherwise is under 2."""
 
 _LAWS = {"0": RoutingLaw("even"), "1.01": RoutingLaw("power", {"exponent": 1.01})}
 """Laws of a table's curves by their skew."""

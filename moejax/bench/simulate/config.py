@@ -105,7 +105,7 @@ class SimulateSection(Fleet, section="simulate"):
     Attributes:
         mode: "run" serves the workload on each layout at each rate; "plan" looks for layout, batch and
             devices; "validate" holds the simulator against what was measured; "calibrate" chooses its
-            constants anew.
+            constants anew; "machine" holds it against the engine on this machine.
         layouts: presets (`configs/parallel/`) or degrees, see `parse_layout`.
         rates: requests/s of each layout's cases; none: the workload's own.
         loads: name → fields of the workload, each a case of each layout instead of `rates`.
@@ -121,11 +121,12 @@ class SimulateSection(Fleet, section="simulate"):
         plan: see `PlanSection`.
         points: a folder of published points in the columns of the package's `e2e_*` files, which "validate"
             takes instead of them; None: the package's, and its tables and trace.
-        groups: beginnings of the groups of points that it simulates; none: all.
+        groups: beginnings of the groups of points that it simulates, or models that "machine" serves; none:
+            all.
         seed: of the laws' draws.
     """
 
-    mode: Literal["run", "plan", "validate", "calibrate"] = "run"
+    mode: Literal["run", "plan", "validate", "calibrate", "machine"] = "run"
     layouts: list[str] = field(default_factory=lambda: ["ep8", "tp8", "dp_attention_ep8"])
     rates: list[PositiveNumber] = field(default_factory=list)
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
