@@ -106,11 +106,15 @@ def _misfit(ratios: Sequence[float]) -> float:
 
 def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns half of the relative widths of 90 % intervals: by device, operation and source from held-out
-    cells of its tables; and of "engine" what fits of several points leave at the ninth of ten."""
+    cells of its tables; and of "engine" what fits of several points leave at the ninth of ten, together with
+    the standard deviation of the stacks' factors."""
     left = sorted(
         abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1
     )
     engine = left[min(len(left) - 1, int(0.9 * len(left)))] if left else 0.15
+    # A constant is of one model and load; what it is off by elsewhere is nearest to how far stacks' lie apart.
+    factors = [math.log(entry["host"].get("factor", 1.0)) for entry in entries]
+    engine = math.hypot(engine, statistics.pstdev(factors)) if factors else engine
     told = {}
     for device in devices:
         measured = table_spreads(device)
