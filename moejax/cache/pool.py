@@ -98,14 +98,12 @@ class BlockPool:
         self._segments[z] = segment
 
     def memory(self, z: int) -> list[np.ndarray] | None:
-        """Returns the arrays of segment z as memory, in which the host reads what no program under way
-        writes; None where the host does not share it, or a program has put the segment elsewhere.
+        """Returns the arrays of segment z as memory, in which the host reads (`host_reads`) what no program
+        under way writes; None where a program has put the segment elsewhere.
 
         Programs have segments donated and give them back in place. A reference to an array, as of
         `numpy.asarray`, would have the next one copy it.
         """
-        if not self.host_reads:
-            return None
         arrays, (addresses, memory) = jax.tree.leaves(self.take_segment(z)), self._memory[z]
         return memory if [array.unsafe_buffer_pointer() for array in arrays] == addresses else None
 
@@ -173,7 +171,8 @@ class BlockPool:
 
 def _memory(array: jax.Array, address: int) -> np.ndarray:
     """Returns an array of the CPU's without a reference to it."""
-    return np.ndarray(array.shape, array.dtype, (ctypes.c_byte * array.nbytes).from_address(address))
+    raw = (ctypes.c_byte * array.nbytes).from_address(address)
+    return np.frombuffer(raw, array.dtype).reshape(array.shape)
 
 
 class PagedCache(NamedTuple):

@@ -33,13 +33,12 @@ class BlockStore:
         self._make(leaves)
         self._coming.append((list(slots), leaves))
 
-    def copy(self, arrays: Sequence[np.ndarray], blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks of arrays in the host's memory to slots."""
-        self.settle()  # what is on its way to the same slots is older
+    def copy(self, arrays: Sequence[np.ndarray], block: int, slot: int) -> None:
+        """Copies a block of arrays in the host's memory."""
+        self.settle()  # what is on its way to the same slot is older
         self._make(arrays)
         for mine, array in zip(self._arrays, arrays, strict=True):
-            for block, slot in zip(blocks, slots, strict=True):
-                mine[slot] = array[block]
+            mine[slot] = array[block]
 
     def _make(self, like: Sequence[Any]) -> None:
         if not self._arrays:

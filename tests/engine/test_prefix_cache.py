@@ -289,7 +289,7 @@ def test_the_host_reads_what_no_step_under_way_writes(overlap: bool, monkeypatch
     copied: list[bool] = []
     put, copy = llm.runner.store.put, llm.runner.store.copy
     monkeypatch.setattr(llm.runner.store, "put", lambda *a: (copied.append(False), put(*a)))
-    monkeypatch.setattr(llm.runner.store, "copy", lambda *a: (copied.append(bool(a[1])), copy(*a)))
+    monkeypatch.setattr(llm.runner.store, "copy", lambda *a: (copied.append(True), copy(*a)))
     want = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
     assert all(copied)
     llm.clear_prefix_cache()
@@ -298,7 +298,8 @@ def test_the_host_reads_what_no_step_under_way_writes(overlap: bool, monkeypatch
     assert overlap == (not all(copied))
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == want
     assert llm.stats()["prefix_tokens"]["hit_tokens_host"] > 0
-    llm.runner.pool.host_reads, copied[:] = False, []
+    monkeypatch.setattr(llm.runner.pool, "memory", lambda z: None)
+    copied.clear()
     llm.clear_prefix_cache()
     for _ in range(2):
         assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == want

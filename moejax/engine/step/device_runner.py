@@ -1,5 +1,6 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
@@ -155,26 +156,36 @@ class DeviceRunner(BucketRunner):
     def move(self, plan: Plan) -> None:
         """Copies blocks to the host's store, then others from there."""
         groups = list(enumerate(plan.groups))
-        self._move(True, [(group, *pair) for group, part in groups for pair in part.saves])
+        saves = [(group, *pair) for group, part in groups for pair in part.saves]
+        self._move(True, self._read(saves) if saves and self.pool.host_reads else saves)
         self._move(False, [(group, block, slot) for group, part in groups for slot, block in part.loads])
+
+    def _read(self, saves: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Copies to the store what no step under way writes, meanwhile and in a fraction of the time that a
+        program takes; returns the rest. Plain Python, since NumPy's calls cost more on so few."""
+        writing, layout, late = set().union(*self._writing), self.pool.layout, []
+        memory: dict[int, list[np.ndarray] | None] = {}
+        for move in saves:
+            _, block, slot = move
+            z = bisect_right(layout.ends, block)
+            arrays = memory[z] if z in memory else memory.setdefault(z, self.pool.memory(z))
+            if block in writing or arrays is None:
+                late.append(move)
+            else:
+                self.store.copy(arrays, block - layout.ends[z] + layout.sizes[z], slot)
+        return late
 
     def _move(self, saving: bool, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks to the store, or from there: group, block and slot of each."""
         if not moves:
             return
         groups, blocks, slots = np.array(moves, np.int64).T
-        writing = set().union(*self._writing)
         slots = slots + groups * self.store_slots
         segments, local = self.pool.layout.locate(blocks)
         for z in np.unique(segments):
             size, mine = self.pool.layout.sizes[z], segments == z
             # A group's blocks follow the ones of the group before.
             index, places = (local + groups * size)[mine], slots[mine]
-            if saving and (memory := self.pool.memory(int(z))) is not None:
-                # In a fraction of the time that a program takes, and while a step runs.
-                late = np.array([block in writing for block in blocks[mine].tolist()], bool)
-                self.store.copy(memory, index[~late].tolist(), places[~late].tolist())
-                index, places = index[late], places[late]
             most = min(MOVED_AT_A_TIME, size)
             for at in range(0, len(index), most):
                 program = self._mover(int(z), saving)
