@@ -1,11 +1,13 @@
 """The cache blocks on the device, and a decoder's view of them. Who owns a block is not known here."""
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.cache.segments import SegmentLayout
 from moejax.core.config import CacheKind, ModelConfig
@@ -17,7 +19,7 @@ from moejax.ops.linear_attention import state_attention
 from moejax.ops.paged_attention import AttentionPlan, paged_attention
 from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
-from moejax.sharding.spmd import SingleDevice
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 Pages = tuple[tuple[Segment | None, ...], ...]
 """`pages[z][l]`: segment z of layer l, None of one with linear attention; for kernels there is a single
@@ -71,12 +73,18 @@ class BlockPool:
         self._slots = slots
         self._kinds, self._kind = kinds or config.cache_kinds(None), kind
         self._segments: list[tuple[Segment | None, ...]] = []
+        self._memory: list[tuple[list[int], list[np.ndarray]]] = []  # where segments are
+        self.host_reads = jax.default_backend() == "cpu" and not isinstance(self._place, MeshDevices)
         self.states: States | None = None
 
     def take(self, count: int) -> Pages:
         """Returns the first `count` segments; `put` must follow if they are donated."""
         while len(self._segments) < count:
             self._segments.append(self._make(self.layout.sizes[len(self._segments)], self._place.zeros))
+            if self.host_reads:
+                arrays = jax.tree.leaves(self._segments[-1])
+                addresses = [array.unsafe_buffer_pointer() for array in arrays]
+                self._memory.append((addresses, list(map(_memory, arrays, addresses))))
         return tuple(self._segments[:count])
 
     def put(self, pages: Pages) -> None:
@@ -88,6 +96,16 @@ class BlockPool:
 
     def put_segment(self, z: int, segment: tuple[Segment | None, ...]) -> None:
         self._segments[z] = segment
+
+    def memory(self, z: int) -> list[np.ndarray] | None:
+        """Returns the arrays of segment z as memory, in which the host reads (`host_reads`) what no program
+        under way writes; None where a program has put the segment elsewhere.
+
+        Programs have segments donated and give them back in place. A reference to an array, as of
+        `numpy.asarray`, would have the next one copy it.
+        """
+        arrays, (addresses, memory) = jax.tree.leaves(self.take_segment(z)), self._memory[z]
+        return memory if [array.unsafe_buffer_pointer() for array in arrays] == addresses else None
 
     def blocks(self, count: int) -> tuple[Segment | None, ...]:
         """Returns the shapes and dtypes of `count` blocks of all layers, as a segment has them."""
@@ -104,7 +122,7 @@ class BlockPool:
 
     def reset(self) -> None:
         """Drops all content."""
-        self._segments, self.states = [], None
+        self._segments, self._memory, self.states = [], [], None
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +167,12 @@ class BlockPool:
             return Segment(make(keys, dtype, heads), values, scales(), scales(), codes)
 
         return tuple(layer() if kind == self._kind else None for kind in self._kinds)
+
+
+def _memory(array: jax.Array, address: int) -> np.ndarray:
+    """Returns an array of the CPU's without a reference to it."""
+    raw = (ctypes.c_byte * array.nbytes).from_address(address)
+    return np.frombuffer(raw, array.dtype).reshape(array.shape)
 
 
 class PagedCache(NamedTuple):

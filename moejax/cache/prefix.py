@@ -253,9 +253,13 @@ class PrefixTree:
         another table still holds that of one whose table is `ended` (and is released next).
         """
         assert self.allocator is not None
-        node = self._roots.get(identity) or Node(None, (), identity)
-        size = self.block_size
-        for at, block in zip(range(0, len(tokens), size), blocks, strict=False):
+        node, size, first = self._roots.get(identity) or Node(None, (), identity), self.block_size, 0
+        for block in blocks:  # those of a table that have whole nodes are its first ones
+            own = self._of_block.get(block)
+            if own is None or len(own.tokens) < size:
+                break
+            node, first = own, first + size
+        for at, block in zip(range(first, len(tokens), size), blocks[first // size :], strict=False):
             part = tuple(tokens[at : at + size])
             child, common = self._longest(node, part)
             own, known = self._of_block.get(block), child is not None and common == len(part)

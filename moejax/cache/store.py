@@ -30,9 +30,19 @@ class BlockStore:
     def put(self, slots: Sequence[int], blocks: Any) -> None:
         """Takes blocks on their way from the device: a tree of arrays `[at least len(slots), …]`."""
         leaves = jax.tree.leaves(blocks)
-        if not self._arrays:
-            self._arrays = [np.empty((self.slots, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        self._make(leaves)
         self._coming.append((list(slots), leaves))
+
+    def copy(self, arrays: Sequence[np.ndarray], block: int, slot: int) -> None:
+        """Copies a block of arrays in the host's memory."""
+        self.settle()  # what is on its way to the same slot is older
+        self._make(arrays)
+        for mine, array in zip(self._arrays, arrays, strict=True):
+            mine[slot] = array[block]
+
+    def _make(self, like: Sequence[Any]) -> None:
+        if not self._arrays:
+            self._arrays = [np.empty((self.slots, *each.shape[1:]), each.dtype) for each in like]
 
     def settle(self) -> None:
         """Copies what was put, waiting for it where it is not there yet."""

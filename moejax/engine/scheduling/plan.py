@@ -89,6 +89,14 @@ class StepPlan:
                     yield row, sequence
                 row += 1
 
+    def written(self, block_size: int) -> set[int]:
+        """Returns the blocks that the step writes. To be asked at its launch: tables go on changing."""
+        blocks = {s.blocks[p // block_size] for s, p in zip(self.decodes, self.positions, strict=True)}
+        for chunk in self.chunks:
+            end = chunk.start + chunk.count
+            blocks.update(chunk.sequence.blocks[chunk.start // block_size : -(-end // block_size)])
+        return blocks.union(block for _, block in self.copies + self.loads)
+
     @property
     def groups(self) -> "list[StepPlan]":
         """The plan of each data-parallel group: itself, where there is one."""
