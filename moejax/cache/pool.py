@@ -171,7 +171,7 @@ class BlockPool:
 
 def _memory(array: jax.Array, address: int) -> np.ndarray:
     """Returns an array of the CPU's without a reference to it."""
-    raw = (ctypes.c_byte * array.nbytes).from_address(address)
+    raw: Any = (ctypes.c_byte * array.nbytes).from_address(address)
     return np.frombuffer(raw, array.dtype).reshape(array.shape)
 
 

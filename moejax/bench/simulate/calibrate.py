@@ -112,7 +112,7 @@ def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[st
         abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1
     )
     engine = left[min(len(left) - 1, int(0.9 * len(left)))] if left else 0.15
-    # A constant is of one model and load; what it is off by elsewhere is nearest to how far stacks' lie apart.
+    # A constant is of one model and load; how far it is off elsewhere is told by how far stacks' lie apart.
     factors = [math.log(entry["host"].get("factor", 1.0)) for entry in entries]
     engine = math.hypot(engine, statistics.pstdev(factors)) if factors else engine
     told = {}
