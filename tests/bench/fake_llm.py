@@ -24,6 +24,8 @@ from moejax.engine.requests.api import CompletionOutput, RequestMetrics, Request
 from moejax.engine.stats import EngineStats, StepRecord
 from moejax.engine.step.ledger import CompileLedger
 from moejax.nn.param import ParamSpec, declare
+from moejax.perf.certificate import Certificate
+from moejax.perf.memory import StageMemory
 from tests.perf.models import small_model
 
 
@@ -83,6 +85,7 @@ class FakeLLM:
         self.config = small_model(vocab_size=100)
         self.kv_cache_dtype = "float32"
         self.parallel_config = ParallelConfig()
+        self.memory = Certificate(StageMemory((0,), 0, 0, 0), 0.0)  # nothing
         spec = ParamSpec((4, 8), ("embed", "mlp"), np.dtype(np.float32))
         self.stages = [nnx.Dict(kernel=declare(spec))]
         self.ledger = CompileLedger()

@@ -123,7 +123,9 @@ def test_every_option_of_a_group_composes(group: str) -> None:
     names = options(group)
     assert names
     for name in names:
-        extra = ["model.path=x"] if (group, name) == ("model", "checkpoint") else []
+        needs = {("model", "checkpoint"): ["model.path=x"]}
+        needs["parallel", "auto"] = ["hardware=a100_80gb", "parallel.auto=4"]
+        extra = needs.get((group, name), [])
         assert compose("latency", f"{group}={name}", *extra)
 
 
