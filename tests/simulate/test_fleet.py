@@ -10,7 +10,7 @@ from moejax.bench.backends.replica import FleetCosts
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.simulate.config import SimulateSection
-from moejax.bench.traffic import ThroughputWorkload, plan_requests
+from moejax.bench.traffic import Lengths, ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig, PrefixCacheConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import SamplingParams
@@ -238,3 +238,11 @@ def test_wrong_fleets_are_one_line() -> None:
         with pytest.raises(ConfigError, match=text) as caught:
             make()
         assert "\n" not in str(caught.value)
+
+
+def test_a_user_s_next_request_is_in_the_step_after_the_answer() -> None:
+    backend = fleet_of(Fleet(), engine=EngineConfig(**{**vars(ENGINE), "overlap": False}))
+    lengths = Lengths(5, 25)
+    run = serve(backend, concurrency=3, request_rate=math.inf, output_len=lengths)
+    # A driver counts in whole nanoseconds, which may be just behind the clock: no reason to miss a step.
+    assert max(item.queue_s or 0.0 for item in run.served) < 1e-8

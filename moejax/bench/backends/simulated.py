@@ -124,7 +124,8 @@ class SimulatedBackend(Backend):
         arrival_time: float | None = None,
         options: RequestOptions | None = None,
     ) -> RequestOutput:
-        arrival = self.now if arrival_time is None else arrival_time
+        # A driver's whole nanoseconds can be behind the clock: the request would come a step late.
+        arrival = self.now if arrival_time is None else min(arrival_time, self.now)
         if not prompt or len(prompt) + params.max_tokens > (self.max_model_len or 0):
             raise RequestError(
                 f"a prompt of {len(prompt)} tokens and {params.max_tokens} to generate are over the limit of "

@@ -148,11 +148,10 @@ class _OneEngine(SimulatedBackend):
 
     submit_s: Iterator[float]
 
-    def submit(self, *args: Any, arrival_time: float | None = None, **kwargs: Any) -> RequestOutput:
+    def submit(self, *args: Any, **kwargs: Any) -> RequestOutput:
         clock = self.replicas[0].clock
         clock.now = max(clock.now, self.now)
-        # An arrival that rounding has put behind the clock would else come a step late.
-        output = super().submit(*args, arrival_time=min(arrival_time or self.now, self.now), **kwargs)
+        output = super().submit(*args, **kwargs)
         clock.sleep(next(self.submit_s))
         return output
 
