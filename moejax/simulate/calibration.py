@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.simulate.step import HostCosts
 from moejax.simulate.tables import FOLDER
@@ -30,9 +31,15 @@ class Calibration(NamedTuple):
     origin: str
 
 
-def load_calibration(device: str, stack: str) -> Calibration:
-    """Returns what is known of a stack on a device kind: its own constants; without them the stack's on
-    another kind; without these the defaults of `HostCosts`. Widths are the kind's own, or `SPREADS`.
+def kind_of(model: ModelConfig) -> str:
+    """Returns the kind of models whose constants are a model's: "moe" or "dense"."""
+    return "moe" if any(model.moe_layers) else "dense"
+
+
+def load_calibration(device: str, stack: str, models: str) -> Calibration:
+    """Returns what is known of a stack on a device kind: its own constants for such models; without them for
+    the other kind of models; without these the stack's on another device; without these the defaults of
+    `HostCosts`. Widths are the kind's own, or `SPREADS`.
 
     Raises:
         ConfigError: the file of constants cannot be read.
@@ -40,13 +47,12 @@ def load_calibration(device: str, stack: str) -> Calibration:
     content = _content()
     spreads = content["spreads"].get(device, SPREADS)
     known = [entry for entry in content["stacks"] if entry["stack"] == stack]
-    known = [entry for entry in known if entry["device"] == device] or known[:1]
+    known.sort(key=lambda entry: (entry["device"] != device, entry["models"] != models))
     if not known:
         return Calibration(HostCosts(), spreads, "default")
-    (entry,) = known
-    return Calibration(
-        HostCosts(**entry["host"]), spreads, f"{stack} on {entry['device']}, {content['date']}"
-    )
+    entry, told = known[0], {"moe": "models with experts", "dense": "dense models"}
+    origin = f"{stack} on {entry['device']}, {told[entry['models']]}, {content['date']}"
+    return Calibration(HostCosts(**entry["host"]), spreads, origin)
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from moejax.bench.simulate.points import CALIBRATION, simulate_point
-from moejax.bench.simulate.published import Point, read_points
+from moejax.bench.simulate.published import Point, model_of, read_points
 from moejax.bench.simulate.tables import table_spreads
-from moejax.simulate.calibration import FILE, SPREADS, Calibration
+from moejax.core.errors import ConfigError
+from moejax.simulate.calibration import FILE, SPREADS, Calibration, kind_of
 from moejax.simulate.step import HostCosts
 from moejax.simulate.tables import FOLDER, rows_of
 
@@ -30,9 +31,9 @@ Wanted = list[tuple[Point, str]]
 
 
 def calibrate(folder: Path = FOLDER, stacks: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns an entry for each device and stack of `calibration_points.csv`: `device`, `stack`, `host`
-    (constants other than the defaults), `points`, and `residuals` (simulated over published time, less 1, by
-    point and metric).
+    """Returns an entry for each device, stack and kind of models of `calibration_points.csv`: `device`,
+    `stack`, `models` ("moe": with experts, "dense": without), `host` (constants other than the defaults),
+    `points`, and `residuals` (simulated over published time, less 1, by point and metric).
 
     A row of that file has a point's `id`, the `metric` that is fitted, and in `fits` which constants of its
     stack are free. Each takes its turn over `GRIDS`, with `factor` so that the median of the points is met.
@@ -41,29 +42,30 @@ def calibrate(folder: Path = FOLDER, stacks: Sequence[str] = ()) -> list[dict[st
         stacks: those that are fitted; none: all.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or a listed point cannot be simulated.
     """
     points = {point.id: point for point in read_points(folder)}
-    wanted: defaultdict[tuple[str, str], Wanted] = defaultdict(list)
-    fits: dict[tuple[str, str], tuple[str, ...]] = {}
+    wanted: defaultdict[tuple[str, str, str], Wanted] = defaultdict(list)
+    fits: dict[tuple[str, str, str], tuple[str, ...]] = {}
     for row in rows_of(folder / CALIBRATION):
         point = points[row["id"]]
-        key = point.device, point.stack
+        if point.reason:
+            raise ConfigError(f"{CALIBRATION}: {point.id} cannot be simulated: {point.reason}")
+        key = point.device, point.stack, kind_of(model_of(point.model))
         wanted[key].append((point, row["metric"]))
         fits[key] = tuple(row["fits"].split())
     entries = []
-    for (device, stack), given in wanted.items():
+    for (device, stack, models), given in wanted.items():
         if not stacks or stack in stacks:
-            host, ratios = _fit(given, fits[device, stack])
+            host, ratios = _fit(given, fits[device, stack, models])
             default = dataclasses.asdict(HostCosts())
             told = {k: float(f"{v:.3g}") for k, v in dataclasses.asdict(host).items() if v != default[k]}
             named = {
                 f"{point.id} {metric}": round(r - 1, 4)
                 for (point, metric), r in zip(given, ratios, strict=True)
             }
-            entries.append(
-                {"device": device, "stack": stack, "host": told, "points": len(given), "residuals": named}
-            )
+            figures = {"host": told, "points": len(given), "residuals": named}
+            entries.append({"device": device, "stack": stack, "models": models, **figures})
     return entries
 
 
@@ -107,19 +109,20 @@ def _misfit(ratios: Sequence[float]) -> float:
 def widths(devices: Sequence[str], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns half of the relative widths of 90 % intervals: by device, operation and source from held-out
     cells of its tables; and of "engine" what fits of several points leave at the ninth of ten, together with
-    the standard deviation of the stacks' factors."""
+    the standard deviation of the device's stacks' factors."""
     left = sorted(
         abs(value) for entry in entries for value in entry["residuals"].values() if entry["points"] > 1
     )
     engine = left[min(len(left) - 1, int(0.9 * len(left)))] if left else 0.15
-    # A constant is of one model and load; how far it is off elsewhere is told by how far stacks' lie apart.
-    factors = [math.log(entry["host"].get("factor", 1.0)) for entry in entries]
-    engine = math.hypot(engine, statistics.pstdev(factors)) if factors else engine
     told = {}
     for device in devices:
         measured = table_spreads(device)
         spreads = {op: {**SPREADS[op], **measured.get(op, {})} for op in SPREADS}
-        told[device] = {**spreads, "engine": {"all": round(engine, 3)}}
+        # A constant is of one model and load: elsewhere it is off by about as much as stacks' lie apart.
+        own = [entry for entry in entries if entry["device"] == device] or entries
+        factors = [math.log(entry["host"].get("factor", 1.0)) for entry in own]
+        apart = statistics.pstdev(factors) if factors else 0.0
+        told[device] = {**spreads, "engine": {"all": round(math.hypot(engine, apart), 3)}}
     return told
 
 

@@ -23,7 +23,7 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Plan
 from moejax.results.metrics import Slo
 from moejax.sharding.pipeline import split_layers
-from moejax.simulate.calibration import Calibration, load_calibration
+from moejax.simulate.calibration import Calibration, kind_of, load_calibration
 from moejax.simulate.kernels import Kernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
@@ -97,7 +97,9 @@ def rows_of_point(
     try:
         if point.reason:
             raise ConfigError(point.reason)
-        metrics, told = simulate_point(point, calibration or load_calibration(point.device, point.stack), law)
+        models = kind_of(model_of(point.model))
+        known = calibration or load_calibration(point.device, point.stack, models)
+        metrics, told = simulate_point(point, known, law)
     except ConfigError as error:
         missing = {"simulated": None, "note": str(error)}
         return [{**head, "metric": name, "published": v, **missing} for name, v in point.published.items()]

@@ -22,7 +22,7 @@ from moejax.perf.memory import Declared, StageMemory, device_memory, largest
 from moejax.perf.sizes import DTYPE_BYTES
 from moejax.results.metrics import Slo
 from moejax.sharding.pipeline import split_layers
-from moejax.simulate.calibration import Calibration, load_calibration
+from moejax.simulate.calibration import Calibration, kind_of, load_calibration
 from moejax.simulate.fleet import Link
 from moejax.simulate.kernels import WEIGHTS, Kernels
 from moejax.simulate.routing import RoutingLaw
@@ -125,7 +125,7 @@ def deploy(
     check_parallel(parallel, model, parallel.num_devices)
     kernels = section.kernels(kind)
     room = device_room(model, parallel, engine, kernels, section.memory_share)
-    calibration = load_calibration(kind, section.stack)
+    calibration = load_calibration(kind, section.stack, kind_of(model))
     stages = split_layers(model, parallel.pp, parallel.stage_layers)
     step = StepDurations(model, parallel, kernels, law, calibration.host, section.seed, stages)
     return Deployment(name, model, parallel, engine, room, step, calibration)

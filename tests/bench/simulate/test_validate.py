@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moejax.bench.simulate.calibrate import calibrate
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.simulate.points import CALIBRATION, rows_of_point, summary
 from moejax.bench.simulate.published import read_points
@@ -18,6 +19,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.report.experiments import print_result
 from moejax.results.result import Result
+from moejax.simulate.calibration import load_calibration
 from moejax.simulate.kernels import EFFICIENCY, Kernels
 from moejax.simulate.tables import FOLDER, rows_of
 from tests.bench.runs import run_into
@@ -49,6 +51,7 @@ def test_points_have_names_of_their_own_and_calibration_names_them() -> None:
     assert len(ids) == len(set(ids)) > 1000
     listed = list(rows_of(FOLDER / CALIBRATION))
     assert listed and {row["id"] for row in listed} <= set(ids)
+    assert not any(point.reason for point in points if point.id in {row["id"] for row in listed})
     assert all(point.reason or point.published for point in points)
 
 
@@ -62,6 +65,22 @@ def test_a_folder_of_points_is_simulated_and_judged(tmp_path: Path, few_points: 
     console = Console(record=True, width=160)
     print_result(result, console)
     assert "Published points" in console.export_text()
+
+
+def test_constants_are_chosen_on_points_that_can_be_simulated(few_points: Path) -> None:
+    pcie = next(point.id for point in read_points(few_points) if point.reason)
+    (few_points / CALIBRATION).write_text(f"id,metric,fits\n{pcie},output_throughput,factor\n")
+    with pytest.raises(ConfigError, match="cannot be simulated: PCIe without NVLink"):
+        calibrate(few_points)
+
+
+def test_constants_are_a_kind_of_models_own_where_they_are_known() -> None:
+    dense, moe = (load_calibration("h100", "vllm", kind) for kind in ("dense", "moe"))
+    assert dense.host != moe.host and "dense models" in dense.origin and "with experts" in moe.origin
+    # Of the other kind where these are missing, of another device where the stack was met there alone.
+    assert load_calibration("a100_80gb", "vllm", "moe").origin.startswith("vllm on a100_80gb, dense models")
+    assert load_calibration("l40s", "vllm", "moe").host
+    assert load_calibration("a100_80gb", "none such", "moe").origin == "default"
 
 
 def test_groups_choose_among_the_points(tmp_path: Path, few_points: Path) -> None:
