@@ -38,9 +38,8 @@ class Goal(Checked, section="goals"):
 
     def verdict(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the goal with the `actual` value in a result's content, the `low` and `high` ends of its
-        interval where it has one, and the `verdict`: `met`, `missed`
-        (with the `factor` by which, at least 1, of two positive numbers) or `not measurable here` (with the
-        `reason`)."""
+        interval where it has one, and the `verdict`: `met`, `missed` (with the `factor` by which, at least 1,
+        of two positive numbers) or `not measurable here` (with the `reason`)."""
         flat, cases = result["metrics"], result["cases"]
         fields = self.case or {key: row[key] for row in cases[:1] for key in ("backend",) if key in row}
         rows = [row for row in cases if self.metric in row and fields.items() <= row.items()]

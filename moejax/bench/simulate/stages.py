@@ -63,7 +63,7 @@ def run_stages(stages: Mapping[str, Asked], ablation: AblationSection, run: Expe
 def _against(row: dict[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a case with its metrics over the first stage's that served the same load."""
     before = next((one for one in earlier if one.get("load") == row.get("load")), None)
-    if before is None or before["stage"] == row.get("stage"):
+    if before is None:
         return row
     known = [name for name in _RATIOS if row.get(name) and before.get(name)]
     return row | {f"ratio_{name}": row[name] / before[name] for name in known}
