@@ -10,9 +10,10 @@ a device, or for the money, are then simulated under the workload at the rate th
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moejax.bench.experiment_run import ExperimentRun
@@ -100,15 +101,20 @@ def choose_layout(
     return best[1]
 
 
-def steady_rows(
+def plan_rows(
     model: ModelConfig,
     engine: EngineConfig,
     section: SimulateSection,
     workload: ThroughputWorkload,
     devices: Mapping[str, float | None],
-) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Deployment]]:
-    """Returns a row per layout and device kind that fits, those that promise most in a steady state first,
-    and the deployments by kind and layout.
+    begin: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Returns a row per layout and device kind that fits, the best first: those that keep the
+    objectives when they are simulated, those that do not, then the others by what a steady state promises.
+
+    Args:
+        devices: kinds, with the price of an hour where it is known.
+        begin: called before anything is simulated, and not at all where nothing fits.
 
     Raises:
         ConfigError: the workload has no TPOT objective, or nothing fits.
@@ -117,7 +123,9 @@ def steady_rows(
         raise ConfigError(
             "simulate.mode=plan needs workload.slo.tpot_ms: without it any batch is good enough"
         )
-    lengths = _mean_lengths(model, workload)
+    sample = plan_requests(dataclasses.replace(workload, request_rate=math.inf), model.vocab_size)
+    prompt_len = sum(request.prompt_len for request in sample) / len(sample)
+    output_len = sum(request.output_len for request in sample) / len(sample)
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str], Deployment] = {}
     plan, refused = section.plan, ""
@@ -128,7 +136,7 @@ def steady_rows(
             except ConfigError as error:
                 refused = str(error)
                 continue
-            steady = steady_state(one, *lengths, workload.slo.tpot_ms / 1e3)
+            steady = steady_state(one, prompt_len, output_len, workload.slo.tpot_ms / 1e3)
             if steady["batch_size"]:
                 found[kind, name] = one
                 rows.append({"device_kind": kind, **_sized(name, one, steady, plan, price)})
@@ -136,34 +144,12 @@ def steady_rows(
         raise ConfigError(
             f"simulate.plan: no layout serves this within {workload.slo.tpot_ms:g} ms a token; {refused}"
         )
-    return sorted(rows, key=lambda row: _rank(row, "steady_tokens_per_s")), found
-
-
-def _mean_lengths(model: ModelConfig, workload: ThroughputWorkload) -> tuple[float, float]:
-    """Returns the mean prompt and output length of the workload's requests."""
-    sample = plan_requests(dataclasses.replace(workload, request_rate=math.inf), model.vocab_size)
-    prompts, outputs = (
-        sum(lengths) / len(sample)
-        for lengths in zip(*((request.prompt_len, request.output_len) for request in sample), strict=True)
-    )
-    return prompts, outputs
-
-
-def simulated_rows(
-    rows: list[dict[str, Any]],
-    found: Mapping[tuple[str, str], Deployment],
-    section: SimulateSection,
-    workload: ThroughputWorkload,
-    devices: Mapping[str, float | None],
-) -> list[dict[str, Any]]:
-    """Simulates the first of the rows that `steady_rows` gave; returns those that keep the objectives then,
-    those that do not, and the others, the best of each first."""
-    plan = section.plan
+    begin()
+    rows.sort(key=lambda row: _rank(row, "steady_tokens_per_s"))
     with progress("simulating the best layouts", total=min(plan.simulated, len(rows))) as task:
         for row in rows[: plan.simulated]:
             task.describe(f"simulating {row['layout']} on {row['device_kind']}")
             one = found[row["device_kind"], row["layout"]]
-            _, output_len = _mean_lengths(one.model, workload)
             rate = _UTILISED * row["steady_tokens_per_s"] / output_len
             simulated = _kept(one, section, workload, rate, output_len)
             row |= simulated | _sized(row["layout"], one, simulated, plan, devices[row["device_kind"]])
@@ -218,13 +204,12 @@ def _rank(row: dict[str, Any], rate: str) -> tuple[float, ...]:
 
 
 def run_plan(asked: Asked, run: ExperimentRun) -> Result:
-    """Plans a deployment and finishes `run`; `cases` are `simulated_rows`. Errors are those of `steady_rows`,
-    before anything is written."""
+    """Plans a deployment and finishes `run`; `cases` are `plan_rows`. Errors are theirs, before anything is
+    written."""
     model, price = asked.model, run.price.per_hour if run.price else None
     devices = asked.section.plan.devices or {simulated_kind(run): price}
-    promised, found = steady_rows(model, asked.engine, asked.section, asked.workload, devices)
-    start_simulated(run, asked.workload, "/".join(devices))
-    rows = simulated_rows(promised, found, asked.section, asked.workload, devices)
+    begin = functools.partial(start_simulated, run, asked.workload, "/".join(devices))
+    rows = plan_rows(model, asked.engine, asked.section, asked.workload, devices, begin)
     best = rows[0]
     names = ("num_devices", "replicas", "batch_size", "output_throughput", "median_ttft_ms", "median_tpot_ms",
              "cost_per_million_output_tokens")  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moejax.bench.simulate.config import PlanSection, RoutingSection, SimulateSection, parse_layout
-from moejax.bench.simulate.plan import choose_layout, layouts, run_plan, steady_rows, steady_state
+from moejax.bench.simulate.plan import choose_layout, layouts, plan_rows, run_plan, steady_state
 from moejax.bench.simulate.replicas import Deployment, deploy
 from moejax.bench.simulate.run import WITH_INTERVAL, Asked, run_simulate
 from moejax.bench.traffic import ThroughputWorkload
@@ -205,7 +205,7 @@ def test_the_plan_s_best_keeps_the_objectives(tmp_path: Path) -> None:
 
 def test_a_plan_needs_an_objective() -> None:
     with pytest.raises(ConfigError, match=r"needs workload\.slo\.tpot_ms"):
-        steady_rows(LARGE, ENGINE, SECTION, ThroughputWorkload(), {"h100": None})
+        plan_rows(LARGE, ENGINE, SECTION, ThroughputWorkload(), {"h100": None})
 
 
 def test_a_refused_plan_writes_nothing(tmp_path: Path) -> None:
