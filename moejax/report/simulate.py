@@ -55,6 +55,7 @@ _CAPTION = "SIMULATED; [ ]: 90 % interval; from tables: share of simulated time 
 _FLEET = (
     Column("", "layout", left=True),
     Column("most\nreplicas", "replicas"),
+    Column("most\nGPUs", "num_devices"),
     Column("load", lambda row: _load(row)),
     _with_interval("TTFT p99 ms", "p99_ttft_ms"),
     _with_interval("ITL p99 ms", "p99_itl_ms"),
@@ -216,6 +217,9 @@ def simulate_lines(result: Mapping[str, Any]) -> list[str]:
     for name in dict.fromkeys(row["layout"] for row in rows):
         first = next(row for row in rows if row["layout"] == name)
         lines.append(f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): {_times(first)}")
+    for row in rows:
+        told = [f"{e['at_s']:g} s {e['from']} → {e['to']}" for e in row.get("scale_events") or ()]
+        lines += [f"{row['layout']} ({_load(row)}): scaled at {', '.join(told)}"] if told else []
     lines += _bare(rows)
     if rows:
         lines.append(f"routing law {rows[0]['routing_law']}; host costs and spreads: {result['calibration']}")

@@ -61,10 +61,15 @@ class Site(Checked, section="simulate.sites"):
 
 @dataclass(frozen=True)
 class Autoscale(Checked, section="simulate.autoscale"):
-    """How many replicas there are as the load changes, see `moejax.simulate.routers.desired_replicas`.
+    """How many replicas there are as the load changes, or how large each is, see
+    `moejax.simulate.routers.desired_replicas` and `desired_size`.
 
     Attributes:
         min, max: replicas; it starts with `min`. max=0: their number stays.
+        layouts: instead of `max`: those that a replica may have, from few devices to many. A successor of the
+            next larger or smaller one takes a replica's place, one replica at a time.
+        surge: the successor starts on devices of its own, and the replica drains once that serves; otherwise
+            the replica drains first, and the successor takes over its devices.
         queue_ms: aims at this mean time between arrival and the first step, or
         attainment: at this share of requests within `workload.slo`.
         interval_s, cooldown_s: seconds between two looks, and between two changes at least.
@@ -80,10 +85,20 @@ class Autoscale(Checked, section="simulate.autoscale"):
     cooldown_s: NonNegativeNumber = 15.0
     cold_start_s: NonNegativeNumber = 20.0
     load_gb_per_s: PositiveNumber = 2.0
+    layouts: list[str] = field(default_factory=list)
+    surge: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.max or self.layouts)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max and (self.queue_ms is None) == (self.attainment is None):
+        if self.layouts and (self.max or self.min > 1):
+            raise ConfigError("simulate.autoscale.layouts excludes its min and max: have simulate.replicas")
+        if self.surge and not self.layouts:
+            raise ConfigError("simulate.autoscale.surge has no meaning without simulate.autoscale.layouts")
+        if self.enabled and (self.queue_ms is None) == (self.attainment is None):
             raise ConfigError("simulate.autoscale needs one of queue_ms and attainment to aim at")
         if 0 < self.max < self.min:
             raise ConfigError(f"simulate.autoscale.max={self.max} is below min={self.min}")
@@ -128,7 +143,7 @@ class Fleet(Checked, section="simulate"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if bool(self.pools.prefill) + bool(self.sites) + bool(self.autoscale.max) > 1:
+        if bool(self.pools.prefill) + bool(self.sites) + self.autoscale.enabled > 1:
             raise ConfigError("simulate.pools, simulate.sites and simulate.autoscale exclude each other")
         if self.fail.at_s is None or self.autoscale.max:
             return

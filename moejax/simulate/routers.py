@@ -129,6 +129,20 @@ DISPATCHES: dict[str, Callable[[Sequence[SiteLoad], float], int]] = {
 }
 
 
+def desired_size(size: int, pressure: float, use: float, *, smaller: int, larger: int) -> int:
+    """Returns how many devices or replicas of three numbers there should be: the larger where more was
+    observed than is allowed, the smaller where that is under a half and they would be less than four fifths
+    full.
+
+    Args:
+        size: those that there are.
+        pressure, use: see `desired_replicas`.
+    """
+    if pressure > 1:
+        return larger
+    return smaller if pressure < 0.5 and use * size < 0.8 * smaller else size
+
+
 def desired_replicas(replicas: int, pressure: float, use: float, *, least: int, most: int) -> int:
     """Returns how many replicas there should be, within `least` and `most`.
 
@@ -141,9 +155,6 @@ def desired_replicas(replicas: int, pressure: float, use: float, *, least: int, 
             objectives over the share that may.
         use: mean share of their places or of their cache, whichever is more, that is taken.
     """
-    wanted = replicas
-    if pressure > 1:
-        wanted = math.ceil(replicas * min(pressure, 2.0))
-    elif pressure < 0.5 and use * replicas < 0.8 * (replicas - 1):
-        wanted = replicas - 1
+    larger = math.ceil(replicas * min(pressure, 2.0))
+    wanted = desired_size(replicas, pressure, use, smaller=replicas - 1, larger=larger)
     return min(max(wanted, least), most)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.simulate.config import SimulateSection
@@ -34,12 +34,17 @@ def step_time(plan: Plan) -> StepTime:
 
 
 def fleet_of(
-    fleet: Fleet, blocks: int = 400, groups: int = 1, engine: EngineConfig = ENGINE, **costs: Any
+    fleet: Fleet,
+    blocks: int = 400,
+    groups: int = 1,
+    engine: EngineConfig = ENGINE,
+    devices: int = 1,
+    **costs: Any,
 ) -> SimulatedBackend:
     return SimulatedBackend(
         MODEL,
         engine,
-        lambda: simulated_engine(engine, step_time, blocks, groups=groups),
+        [Layout(lambda: simulated_engine(engine, step_time, blocks, groups=groups), devices=devices)],
         fleet=fleet,
         costs=FleetCosts(slo=SLO, **costs),
     )

@@ -15,11 +15,29 @@ from moejax.simulate.routers import Load
 from moejax.simulate.runner import CostModelRunner, VirtualClock
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a replica can be of.
+
+    Attributes:
+        make: returns an idle engine of it, with its runner and clock.
+        name: of the layout.
+        devices: of a replica.
+        load_s: seconds until a replica's weights are read.
+    """
+
+    make: Callable[[], tuple[Engine, CostModelRunner, VirtualClock]]
+    name: str = ""
+    devices: int = 1
+    load_s: float = 0.0
+
+
 @dataclass(eq=False)
 class Replica:
     """One engine with its runner and clock.
 
     Attributes:
+        layout: what it is of; `successor` what is to take its place.
         part: "prefill", "decode" or "both"; `site` by number.
         since, ready_at, ended: instants from which it is paid for, from which it serves, and when it went.
         draining: it gets no more requests.
@@ -29,6 +47,7 @@ class Replica:
     engine: Engine
     runner: CostModelRunner
     clock: VirtualClock
+    layout: Layout
     part: str = "both"
     site: int = 0
     since: float = 0.0
@@ -36,6 +55,7 @@ class Replica:
     ended: float | None = None
     draining: bool = False
     link_free: float = 0.0
+    successor: Layout | None = None
 
     @property
     def busy(self) -> bool:
@@ -99,8 +119,6 @@ class FleetCosts:
     Attributes:
         link: between pools, of each device.
         block_bytes: of a cache block on a device; `senders` devices have a part of each sequence.
-        devices: of a replica.
-        load_s: seconds until a replica's weights are read.
         request_s: of each request before any replica sees it: socket and tokenizer.
         slo: objectives that autoscaling aims at.
     """
@@ -108,7 +126,5 @@ class FleetCosts:
     link: Link = field(default_factory=Link)
     block_bytes: float = 0.0
     senders: int = 1
-    devices: int = 1
-    load_s: float = 0.0
     request_s: float = 0.0
     slo: Slo = field(default_factory=Slo)

@@ -16,40 +16,44 @@ from functools import partial
 from typing import Any
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.replica import FleetCosts, FleetRequest, Replica
+from moejax.bench.backends.replica import FleetCosts, FleetRequest, Layout, Replica
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import SchedulingConfig
-from moejax.engine.core import Engine
 from moejax.engine.requests.api import RequestMetrics, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.scheduling.sequence import Sequence as Sample
 from moejax.engine.stats import StepRecord
 from moejax.results.metrics import RequestRecord
 from moejax.simulate.fleet import Fleet
-from moejax.simulate.routers import DISPATCHES, ROUTERS, Router, SiteLoad, desired_replicas
-from moejax.simulate.runner import CostModelRunner, VirtualClock
+from moejax.simulate.routers import DISPATCHES, ROUTERS, Router, SiteLoad, desired_replicas, desired_size
 
 
 class SimulatedBackend(Backend):
     """Simulated replicas of one model.
 
     Args:
-        make: returns a new replica's engine, runner and clock.
+        layouts: what replicas can be of, from few devices to many.
+        start: the number of the first ones' layout.
         fleet: how many there are and who gets what.
         costs: what it is of.
+
+    Attributes:
+        scaled: the instant of each change by autoscaling, with the number of replicas, or a replica's layout,
+            before and after.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         config: EngineConfig,
-        make: Callable[[], tuple[Engine, CostModelRunner, VirtualClock]],
+        layouts: Sequence[Layout],
         *,
+        start: int = 0,
         fleet: Fleet | None = None,
         costs: FleetCosts | None = None,
     ) -> None:
-        self.name, self.model, self.config, self.make = "simulated", model, config, make
+        self.name, self.model, self.config, self.layouts = "simulated", model, config, layouts
         self.vocab_size, self.encode, self.checkpoint, self.seed = model.vocab_size, None, None, None
         self.max_model_len = config.max_model_len or model.max_position_embeddings
         self.max_num_seqs, self.batching = config.max_num_seqs, config.batching
@@ -65,18 +69,22 @@ class SimulatedBackend(Backend):
         self._ended: list[RequestOutput] = []  # since the last look
         self._completed = self._tokens = self._requeued = 0
         self._fails = math.inf if self.fleet.fail.at_s is None else self.fleet.fail.at_s
-        self._looks = self.fleet.autoscale.interval_s if self.fleet.autoscale.max else math.inf
+        self._looks = self.fleet.autoscale.interval_s if self.fleet.autoscale.enabled else math.inf
         self._changed = -math.inf
+        self._parked: list[Callable[[float], None]] = []  # until a replica is started
+        self.scaled: list[tuple[float, int | str, int | str]] = []
         self.replicas: list[Replica] = []
         for part, site in self.fleet.places:
-            self.add_replica(0.0, part=part, site=site)
+            self.replicas.append(Replica(*layouts[start].make(), layouts[start], part, site))
 
-    def add_replica(self, ready_at: float, since: float = 0.0, part: str = "both", site: int = 0) -> Replica:
-        """Starts a replica that serves from an instant on."""
-        replica = Replica(*self.make(), part, site, since, ready_at)
-        replica.engine.on_step = self._on_step
-        self.replicas.append(replica)
-        return replica
+    def _start(self, layout: Layout, now: float) -> None:
+        """Starts a replica, which serves once its weights are read."""
+        ready = now + layout.load_s + self.fleet.autoscale.cold_start_s
+        self.replicas.append(Replica(*layout.make(), layout, since=now, ready_at=ready))
+        self.replicas[-1].engine.on_step = self._on_step
+        for place in self._parked:
+            self._at(ready, place)
+        self._parked.clear()
 
     # -- time ----------------------------------------------------------------------------------------------
 
@@ -93,7 +101,7 @@ class SimulatedBackend(Backend):
         first = min(busy, key=lambda replica: replica.clock.now, default=None)
         event = self._events[0][0] if self._events else math.inf
         then = min(event, math.inf if first is None else first.clock.now)
-        if then == math.inf:
+        if then == math.inf and not self._parked:
             return False
         if then >= min(self._fails, self._looks):
             self._control()
@@ -105,7 +113,7 @@ class SimulatedBackend(Backend):
             if first.runner.error is not None:
                 raise first.runner.error
             if first.draining and not first.busy:
-                first.ended = first.clock.now
+                self._end(first, first.clock.now)
             busy = [replica for replica in busy if replica is not first or first.busy]
             behind = min((replica.clock.now for replica in busy), default=first.clock.now)
             self.now = max(self.now, min(behind, self._events[0][0] if self._events else math.inf))
@@ -162,7 +170,7 @@ class SimulatedBackend(Backend):
         self._at_site[request.site] -= 1
         self._completed += 1
         self._tokens += len(request.output.outputs[0].token_ids)
-        if self.fleet.autoscale.max:
+        if self.fleet.autoscale.enabled:
             self._ended.append(request.output)
 
     def _begin(self, request: FleetRequest, now: float) -> None:
@@ -178,10 +186,11 @@ class SimulatedBackend(Backend):
         there = [r for r in there if (r.part, r.site) == (part, request.site)]
         serving = [replica for replica in there if replica.ready_at <= now]
         if not serving:
-            later = min(
-                (replica.ready_at for replica in there), default=now + self.fleet.autoscale.interval_s
-            )
-            self._at(later, partial(self._place, request, sample, part))
+            again = partial(self._place, request, sample, part)
+            if there:
+                self._at(min(replica.ready_at for replica in there), again)
+            else:
+                self._parked.append(again)
             return
         router = self._routers[part, request.site]
         replica = serving[router.choose([each.load() for each in serving], sample.tokens)]
@@ -241,12 +250,22 @@ class SimulatedBackend(Backend):
         replica = self.replicas[number] if number < len(self.replicas) else None
         if replica is None or replica.ended is not None:
             return
-        replica.ended = max(now, replica.clock.now) if replica.busy else now
+        self._end(replica, max(now, replica.clock.now) if replica.busy else now)
         for request in list(self._sent.values()):
             if request.replica is replica:
-                request.replica, again = None, replica.ended
+                request.replica = None
                 self._requeued += 1
-                self._at(again, partial(self._begin, request))
+                self._at(replica.ended or now, partial(self._begin, request))
+
+    def _drain(self, replica: Replica, now: float) -> None:
+        replica.draining = True
+        if not replica.busy:
+            self._end(replica, now)
+
+    def _end(self, replica: Replica, instant: float) -> None:
+        replica.ended = instant
+        if replica.successor is not None and not self.fleet.autoscale.surge:
+            self._start(replica.successor, instant)
 
     def _scale(self, now: float) -> None:
         """Starts replicas or has one drain, by what was seen since the last look."""
@@ -254,19 +273,48 @@ class SimulatedBackend(Backend):
         live = [r for r in self.replicas if r.ended is None and not r.draining]
         serving = [replica for replica in live if replica.ready_at <= now]
         ended, self._ended = self._ended, []
-        if len(serving) < len(live) or (live and now - self._changed < goal.cooldown_s):
+        if len(serving) < len(live):
+            return
+        if leaving := [r for r in self.replicas if r.ended is None and r.successor is not None]:
+            for replica in leaving:
+                self._drain(replica, now)
+            return
+        if live and now - self._changed < goal.cooldown_s:
             return
         use = sum(replica.use() for replica in serving) / max(1, len(serving))
         pressure = self._pressure(ended, last, now)
+        if goal.layouts:
+            self._resize(serving, pressure, use, now)
+            return
         wanted = desired_replicas(len(live), pressure, use, least=goal.min, most=goal.max)
         if wanted == len(live):
             return
         self._changed = now
+        self.scaled.append((now, len(live), wanted))
         for _ in range(len(live), wanted):
-            self.add_replica(now + self.costs.load_s + goal.cold_start_s, now)
+            self._start(self.layouts[0], now)
         if wanted < len(live):
-            idlest = min(reversed(serving), key=lambda replica: replica.load().requests)
-            idlest.draining, idlest.ended = True, None if idlest.busy else now
+            self._drain(min(reversed(serving), key=lambda replica: replica.load().requests), now)
+
+    def _resize(self, serving: Sequence[Replica], pressure: float, use: float, now: float) -> None:
+        """Has the smallest replica, or the idlest of the largest, give way to one of the next layout."""
+        least = min(serving, key=lambda replica: replica.layout.devices)
+        most = min(serving, key=lambda replica: (-replica.layout.devices, replica.load().requests))
+        up = next((x for x in self.layouts if x.devices > least.layout.devices), least.layout)
+        down = next((x for x in reversed(self.layouts) if x.devices < most.layout.devices), most.layout)
+        size = sum(replica.layout.devices for replica in serving)
+        larger = size - least.layout.devices + up.devices
+        smaller = size - most.layout.devices + down.devices
+        wanted = desired_size(size, pressure, use, smaller=smaller, larger=larger)
+        if wanted == size:
+            return
+        replica, layout = (least, up) if wanted > size else (most, down)
+        self._changed, replica.successor = now, layout
+        self.scaled.append((now, replica.layout.name, layout.name))
+        if self.fleet.autoscale.surge:
+            self._start(layout, now)
+        else:
+            self._drain(replica, now)
 
     def _pressure(self, ended: Sequence[RequestOutput], last: float, now: float) -> float:
         """Returns what was observed since an instant over what is allowed, see `desired_replicas`."""
@@ -328,24 +376,35 @@ class SimulatedBackend(Backend):
     def fleet_row(self) -> dict[str, Any]:
         """Returns what the glossary's "Simulation" has of fleets: replicas, what they cost, what was sent."""
         end = max(replica.clock.now for replica in self.replicas)
-        devices, power, sites = self.costs.devices, self.fleet.power, self.fleet.sites
+        power, sites = self.fleet.power, self.fleet.sites
         alive = [
-            max(0.0, min(end, end if r.ended is None else r.ended) - r.since) * devices for r in self.replicas
+            max(0.0, min(end, end if r.ended is None else r.ended) - r.since) * r.layout.devices
+            for r in self.replicas
         ]
         watts = {"prefill": power.prefill_w, "decode": power.decode_w}
         joules = 0.0
         for replica, seconds in zip(self.replicas, alive, strict=True):
-            busy = {name: devices * s for name, s in replica.runner.phase_s.items()}
+            busy = {name: replica.layout.devices * s for name, s in replica.runner.phase_s.items()}
             joules += sum(watts[name] * s for name, s in busy.items())
             joules += power.idle_w * max(0.0, seconds - sum(busy.values()))
-        changes = [(r.since, 1) for r in self.replicas] + [(r.ended, -1) for r in self.replicas if r.ended]
+
+        def most(of: Callable[[Replica], int]) -> int:
+            """Returns the most of something that replicas have at a time."""
+            changes = [(r.since, of(r)) for r in self.replicas]
+            changes += [(r.ended, -of(r)) for r in self.replicas if r.ended]
+            return max(itertools.accumulate(change for _, change in sorted(changes)))
+
         row: dict[str, Any] = {
-            "replicas": max(itertools.accumulate(change for _, change in sorted(changes))),
+            "replicas": most(lambda replica: 1),
+            "num_devices": most(lambda replica: replica.layout.devices),
+            "num_blocks": most(lambda replica: replica.engine.scheduler.allocator.num_blocks),
             "device_seconds": sum(alive),
             "requeued": self._requeued,
             "kv_sent_bytes": self.sent["bytes"],
             "mean_kv_sent_ms": 1e3 * self.sent["seconds"] / max(1, self.sent["times"]),
         }
+        if self.fleet.autoscale.enabled:
+            row["scale_events"] = [{"at_s": at, "from": old, "to": new} for at, old, new in self.scaled]
         tokens = self._tokens
         if tokens and (power.idle_w or power.prefill_w or power.decode_w):
             row["assumed_joules_per_output_token"] = joules / tokens

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ STACKS = ("vllm", "sglang", "trtllm")
 LAWS = ("even", *KINDS, "power")
 
 
-def parse_layout(name: str) -> ParallelConfig:
+def parse_layout(name: str, key: str = "simulate.layouts") -> ParallelConfig:
     """Returns a preset's layout, or one said by its degrees, such as "tp4", "pp2_ep4" or "data_ep8" (with
     data-parallel attention); "nodes2" beside them spreads it over two machines.
 
@@ -38,7 +39,7 @@ def parse_layout(name: str) -> ParallelConfig:
             degrees[match[1]] = int(match[2])
         else:
             raise ConfigError(
-                f"simulate.layouts: {name!r} is neither a preset ({', '.join(PRESETS)}) nor degrees such as"
+                f"{key}: {name!r} is neither a preset ({', '.join(PRESETS)}) nor degrees such as"
                 " tp4, pp2_ep4 or data_ep8_nodes2"
             )
     return ParallelConfig(**degrees)
@@ -151,6 +152,19 @@ class SimulateSection(Fleet, section="simulate"):
             raise ConfigError(f"simulate.layouts is empty: name presets ({', '.join(PRESETS)}) or degrees")
         for name in self.layouts:
             parse_layout(name)
+        for fleet in (self, *self.fleets.values()):
+            self._check_steps(fleet.autoscale.layouts)
+
+    def _check_steps(self, names: Sequence[str], key: str = "simulate.autoscale.layouts") -> None:
+        """Refuses layouts between which no replica can change."""
+        told, sizes = ", ".join(names), [parse_layout(name, key).num_devices for name in names]
+        if len(sizes) == 1 or sizes != sorted(set(sizes)):
+            raise ConfigError(f"{key}=[{told}]: name two or more, each of more devices than the one before")
+        if names and self.mode == "plan":
+            raise ConfigError(f"{key}: simulate.mode=plan chooses one layout; leave them out")
+        for name in self.layouts if names else ():
+            if name not in names:
+                raise ConfigError(f"simulate.layouts: {name} is none of {key}=[{told}] to start with")
 
     def cases(self) -> dict[str | None, "SimulateSection"]:
         """Returns the section for each fleet by its name; itself for None where none has one."""

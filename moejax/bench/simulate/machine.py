@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.backends.replica import Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.experiment_run import ExperimentRun
@@ -186,7 +187,7 @@ def simulate(
         engine.rebalance = lambda: clock.sleep(after.popleft())  # called when a step's tokens are delivered
         return engine, runner, clock
 
-    backend = _OneEngine(llm.config, config, make)
+    backend = _OneEngine(llm.config, config, [Layout(make)])
     backend.submit_s = submits
     sleep = lambda seconds: backend.sleep(wake(backend.now + seconds) - backend.now)  # noqa: E731
     return drive(backend, plan, workload.sampling, workload=workload, clock=backend.clock, sleep=sleep)

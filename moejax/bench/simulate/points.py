@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import drive
 from moejax.bench.simulate.published import Point, model_of, read_points
@@ -168,7 +168,7 @@ def simulate_point(
     backend = SimulatedBackend(
         model,
         engine,
-        lambda: simulated_engine(engine, time, max(1, blocks // merged), groups=groups),
+        [Layout(lambda: simulated_engine(engine, time, max(1, blocks // merged), groups=groups))],
         costs=FleetCosts(request_s=calibration.host.request_s),
     )
     workload = ThroughputWorkload(

@@ -5,10 +5,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moejax.bench.backends.replica import FleetCosts
+from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.simulate.config import SimulateSection
 from moejax.core.config import EngineConfig, ModelConfig
@@ -54,6 +54,7 @@ class Deployment:
         room: what its devices hold.
         step: its steps' durations.
         calibration: where the host's costs come from, and how far off each operation may be.
+        others: the deployments that autoscaling may change a replica to, by layout.
     """
 
     name: str
@@ -63,11 +64,15 @@ class Deployment:
     room: Room
     step: StepDurations
     calibration: Calibration
+    others: Mapping[str, "Deployment"] = field(default_factory=dict)
 
-    def backend(
-        self, section: SimulateSection, scale: float = 1.0, slo: Slo | None = None
-    ) -> SimulatedBackend:
-        """Returns idle replicas whose steps take `scale` times as long; `slo` is what autoscaling aims at."""
+    def under(self, law: RoutingLaw) -> "Deployment":
+        """Returns it with another law of routing."""
+        others = {name: other.under(law) for name, other in self.others.items()}
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, routing=law), others=others)
+
+    def _layout(self, section: SimulateSection, scale: float) -> Layout:
+        """Returns what its replicas are of, whose steps take `scale` times as long."""
         host = self.step.host
         costs = {
             name: getattr(host, name) * scale for name in ("step_s", "row_s", "token_s", "layer_s", "factor")
@@ -78,22 +83,29 @@ class Deployment:
             else dataclasses.replace(self.step, host=dataclasses.replace(host, **costs))
         )
         groups, sizes = self.parallel.data_groups, (self.room.blocks, self.room.block)
-        costs_of = FleetCosts(
+        return Layout(
+            lambda: simulated_engine(self.engine, step.time, sizes[0], groups=groups, block_bytes=sizes[1]),
+            self.name,
+            self.parallel.num_devices,
+            self.room.memory.held.weights / (section.autoscale.load_gb_per_s * 1e9),
+        )
+
+    def backend(
+        self, section: SimulateSection, scale: float = 1.0, slo: Slo | None = None
+    ) -> SimulatedBackend:
+        """Returns idle replicas whose steps take `scale` times as long; `slo` is what autoscaling aims at."""
+        names = section.autoscale.layouts or [self.name]
+        costs = FleetCosts(
             self._link(section),
             block_bytes=self.room.block,
-            senders=self.parallel.num_devices // groups,
-            devices=self.parallel.num_devices,
-            load_s=self.room.memory.held.weights / (section.autoscale.load_gb_per_s * 1e9),
-            request_s=host.request_s,
+            senders=self.parallel.num_devices // self.parallel.data_groups,
+            request_s=self.step.host.request_s,
             slo=slo or Slo(),
         )
-        return SimulatedBackend(
-            self.model,
-            self.engine,
-            lambda: simulated_engine(self.engine, step.time, sizes[0], groups=groups, block_bytes=sizes[1]),
-            fleet=section,
-            costs=costs_of,
-        )
+        known = {self.name: self, **self.others}
+        layouts = [known[name]._layout(section, scale) for name in names]
+        start = names.index(self.name)
+        return SimulatedBackend(self.model, self.engine, layouts, start=start, fleet=section, costs=costs)
 
     def _link(self, section: SimulateSection) -> Link:
         """Returns what a device of one pool sends to its peer in the other over. Raises `ConfigError` where

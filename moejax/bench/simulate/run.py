@@ -92,7 +92,7 @@ def run_simulate(asked: Asked, run: ExperimentRun) -> Result:
 
 def deployed(asked: Asked, kind: str) -> tuple[list[Deployment], dict[str, str]]:
     """Returns the deployments of the layouts, and why others cannot be. Raises `ConfigError`: an unknown
-    model or device, or no such trace."""
+    model or device, no such trace, or one of `simulate.autoscale.layouts` cannot be."""
     section, model = asked.section, asked.model
     section.kernels(kind)  # refused once, not by each layout
     law = section.routing.law
@@ -100,13 +100,18 @@ def deployed(asked: Asked, kind: str) -> tuple[list[Deployment], dict[str, str]]
         law = RoutingLaw(
             "capture", capture=open_trace("simulate.routing.trace", section.routing.trace, model)
         )
-    deployments, refused = [], {}
-    for name in section.layouts:
+    found, refused = {}, {}
+    others = {name: None for fleet in section.cases().values() for name in fleet.autoscale.layouts}
+    for name in {**others, **dict.fromkeys(section.layouts)}:
         try:
-            deployments.append(deploy(name, model, parse_layout(name), asked.engine, section, kind, law))
+            found[name] = deploy(name, model, parse_layout(name), asked.engine, section, kind, law)
         except ConfigError as error:
+            if name in others:
+                raise ConfigError(f"simulate.autoscale.layouts: {name}: {error}") from error
             refused[name] = str(error)
-    return deployments, refused
+    deployments = [found[name] for name in section.layouts if name in found]
+    known = {name: found[name] for name in others}
+    return [dataclasses.replace(one, others=known) for one in deployments], refused
 
 
 def planned(asked: Asked) -> list[PlannedLoad]:
@@ -181,7 +186,7 @@ def simulated_row(
     backend = mode.backend
     assert isinstance(backend, SimulatedBackend)
     fleet, parts = backend.fleet_row(), backend.parts()
-    devices = deployment.parallel.num_devices * fleet["replicas"]
+    rooms = [deployment.others[name].room for name in section.autoscale.layouts] or [deployment.room]
     spread = relative_spread([Part(*key, s) for key, s in parts.items()], deployment.calibration.spreads)
     shares = {key: seconds / sum(parts.values()) for key, seconds in parts.items()}
     met = [each["slo_met"] for each in mode.runs[0].rows(workload.slo)]
@@ -189,11 +194,9 @@ def simulated_row(
         "attainment": sum(map(bool, met)) / len(met) if workload.slo and met else None,
         "layout": deployment.name,
         "error": None,
-        "num_devices": devices,
-        "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / devices,
+        "tokens_per_s_per_device": (row["output_throughput"] or 0.0) / fleet["num_devices"],
         **deployment.room.memory.row(),
-        "num_blocks": deployment.room.blocks * deployment.parallel.data_groups * fleet["replicas"],
-        "memory_gb": (held := deployment.room.held(row["cache_use_peak"])) / 1e9,
+        "memory_gb": (held := max(room.held(row["cache_use_peak"]) for room in rooms)) / 1e9,
         "device_memory_use_peak": held / (deployment.step.kernels.hardware.memory or math.inf),
         "routing_law": str(deployment.step.routing),
         "relative_spread": spread,
@@ -225,8 +228,7 @@ def _laws(
     rows = []
     for law in section.laws:
         for each in deployments:
-            step = dataclasses.replace(each.step, routing=RoutingLaw(law))
-            metrics = _metrics(dataclasses.replace(each, step=step), section, load.workload, load.plan, 1.0)
+            metrics = _metrics(each.under(RoutingLaw(law)), section, load.workload, load.plan, 1.0)
             names = ("median_tpot_ms", "median_ttft_ms", "output_throughput")
             rows.append({"layout": each.name, "law": law, **{name: metrics[name] for name in names}})
     return rows

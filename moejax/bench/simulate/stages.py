@@ -33,12 +33,13 @@ def run_stages(stages: Mapping[str, Asked], ablation: AblationSection, run: Expe
     """
     kind = simulated_kind(run)
     loads = {name: planned(asked) for name, asked in stages.items()}
+    found = {name: deployed(asked, kind) for name, asked in stages.items()}
     start_simulated(run, next(iter(stages.values())).workload, kind)
     rows: list[dict[str, Any]] = []
     told: list[dict[str, Any]] = []
     with progress("simulating") as task:
         for name, asked in stages.items():
-            deployments, refused = deployed(asked, kind)
+            deployments, refused = found[name]
             mine = load_rows(deployments, asked.section, loads[name], task)
             first = [row for row in rows if row["error"] is None]
             rows += [{"stage": name, **_against(row, first)} for row in mine]

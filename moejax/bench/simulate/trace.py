@@ -10,6 +10,7 @@ since vLLM schedules the next step meanwhile.
 from collections.abc import Sequence
 from typing import Any
 
+from moejax.bench.backends.replica import Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import OPEN, drive
 from moejax.bench.traffic import PlannedRequest
@@ -60,7 +61,7 @@ def simulate(records: Sequence[RequestRecord], law: RoutingLaw) -> list[RequestR
     parallel = ParallelConfig(ep=2, attention="data")
     step = StepDurations(_MODEL, parallel, ProfiledKernels(), law, HostCosts(step_s=0.0, row_s=0.0))
     make = lambda: simulated_engine(_ENGINE, step.time, _BLOCKS, groups=parallel.data_groups)  # noqa: E731
-    backend = _FromTheQueue(_MODEL, _ENGINE, make)
+    backend = _FromTheQueue(_MODEL, _ENGINE, [Layout(make)])
     asked = [(one.metrics.arrival_time, [0] * one.prompt_len, one.output_len) for one in records]
     plan = [PlannedRequest(*one) for one in asked]
     return drive(backend, plan, OPEN.sampling, clock=backend.clock, sleep=backend.sleep).records
