@@ -361,6 +361,10 @@ class MoeConfig(Checked, section="engine.moe"):
                 "takes it from each expert's rows: give one or the other"
             )
 
+    def capacity(self, tokens: int, top_k: int, num_experts: int) -> int:
+        """Counts the rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""
+        return max(1, min(tokens, math.ceil(self.capacity_factor * tokens * top_k / num_experts)))
+
     def product(self, tokens: int) -> "Product":
         """Returns what runs the products of a step of `tokens` tokens."""
         return Product(tokens, self.grouped_matmul, self.block_rows)

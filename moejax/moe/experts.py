@@ -6,7 +6,6 @@ rows (GShard, Lepikhin et al., arXiv 2006.16668): static shapes and cheap gradie
 assignments that overflow, which are dropped or rerouted and always counted.
 """
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -247,7 +246,7 @@ class Experts(nnx.Module):
         """Gives each expert at most C rows; buffers `[E, C, D]`, so gradients are batched products."""
         N, k = routing.ids.shape
         E = self.num_experts
-        C = capacity(N, k, E, config.capacity_factor)
+        C = config.capacity(N, k, E)
         chosen = routing.ids
         if config.overflow == "reroute":
             assert router is not None, "a router says who is next"
@@ -302,11 +301,6 @@ def kernel_rounding(stack: Stack, operand: Any, split: Names) -> Any:
         return codes, scale[:, 0]
 
     return to_codes
-
-
-def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Counts the rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""
-    return max(1, min(tokens, math.ceil(factor * tokens * top_k / num_experts)))
 
 
 def slot_in_expert(ids: jax.Array, num_experts: int) -> jax.Array:

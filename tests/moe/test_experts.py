@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from moejax.core.config import ClampedSwiglu, MoeConfig
-from moejax.moe.experts import Experts, ExpertsOutput, capacity, slot_in_expert
+from moejax.moe.experts import Experts, ExpertsOutput, slot_in_expert
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Router, Routing
 from moejax.nn.param import initialize
@@ -238,7 +238,7 @@ def made_assignments(out: ExpertsOutput, E: int) -> np.ndarray:
 def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data):
     routing = data.draw(routings(shape))
     x, ids = tokens(shape), np.asarray(routing.ids)
-    room = capacity(shape.N, shape.k, shape.E, factor)
+    room = MoeConfig(capacity_factor=factor).capacity(shape.N, shape.k, shape.E)
     kept = reference.drop(ids, shape.E, room)
     out = compiled(shape.E, MoeConfig("capacity", capacity_factor=factor))(x, routing)
     np.testing.assert_array_equal(out.routing.ids, np.where(kept, ids, shape.E))
@@ -265,7 +265,7 @@ def test_overflow_is_dropped_last_choices_first_and_counted(shape, factor, data)
 def test_overflow_is_rerouted_to_the_next_best_and_counted(shape, factor, normalize, data):
     routing = data.draw(routings(shape, normalize))
     x, ids = tokens(shape), np.asarray(routing.ids)
-    room = capacity(shape.N, shape.k, shape.E, factor)
+    room = MoeConfig(capacity_factor=factor).capacity(shape.N, shape.k, shape.E)
     probabilities = np.asarray(jax.nn.softmax(routing.logits, axis=-1))
     ranking = np.argsort(-probabilities, axis=-1, kind="stable")
     made = reference.reroute(ids, ranking, shape.E, room)
@@ -323,7 +323,7 @@ def test_kernels_are_told_of_all_experts(monkeypatch):
 )
 def test_capacity(tokens_, top_k, num_experts, factor, expected):
     """ceil(c·N·k/E), at least one row, never more rows than tokens."""
-    assert capacity(tokens_, top_k, num_experts, factor) == expected
+    assert MoeConfig(capacity_factor=factor).capacity(tokens_, top_k, num_experts) == expected
 
 
 def test_slot_in_expert():
