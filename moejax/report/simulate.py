@@ -211,12 +211,28 @@ def _times(row: Row) -> str:
     return ", ".join(f"{op} {value:.0%}" for op, value in sorted(times.items(), key=lambda item: -item[1]))
 
 
+def _experts(row: Row) -> str:
+    """Returns how evenly experts were loaded, what moved and what found no room, for the end of a line."""
+    told = [f"fullest rank {row['expert_imbalance']:.2f}x the mean"] if row.get("expert_imbalance") else []
+    told += [
+        f"{name} {row[f'{name}_share']:.1%}" for name in ("dropped", "rerouted") if row.get(f"{name}_share")
+    ]
+    if row.get("rebalances") is not None:
+        moved, seconds = row["rebalance_bytes"] / 1e9, row["rebalance_seconds"]
+        told.append(f"experts placed anew {row['rebalances']} times ({moved:.3g} GB, {seconds:.2g} s)")
+    return "".join(f"; {each}" for each in told)
+
+
 def simulate_lines(result: Mapping[str, Any]) -> list[str]:
     """Returns lines: the assumed cache, where time goes, the routing law and others' effect, the verdict."""
     lines, rows = [], _sound(result)
     for name in dict.fromkeys(row["layout"] for row in rows):
         first = next(row for row in rows if row["layout"] == name)
-        lines.append(f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): {_times(first)}")
+        lines.append(
+            f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): "
+            + _times(first)
+            + _experts(first)
+        )
     for row in rows:
         told = [f"{e['at_s']:g} s {e['from']} → {e['to']}" for e in row.get("scale_events") or ()]
         lines += [f"{row['layout']} ({_load(row)}): scaled at {', '.join(told)}"] if told else []
@@ -243,7 +259,9 @@ def print_stages(result: Mapping[str, Any], console: Console) -> None:
     columns = [Column("stage", "stage", left=True, once=True), *_COLUMNS]
     console.print(column_table("cases", columns, rows, _CAPTION, section=lambda row: row["stage"]))
     firsts = [next(r for r in rows if r["stage"] == name) for name in dict.fromkeys(r["stage"] for r in rows)]
-    print_lines(console, [f"{row['stage']}: time ({_load(row)}): {_times(row)}" for row in firsts])
+    print_lines(
+        console, [f"{row['stage']}: time ({_load(row)}): {_times(row)}{_experts(row)}" for row in firsts]
+    )
     print_lines(console, _bare([{**row, "layout": row["stage"]} for row in rows]))
     print_lines(
         console, [f"{row['stage']}: {row['error']}" for row in result["cases"] if row["error"]], "yellow"

@@ -5,6 +5,7 @@ not by the number of tokens alone. Both are means over draws of a law's trace or
 tokens of powers of two, and straight lines over the logarithm of the tokens between.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moejax.core.errors import ConfigError, unknown
+from moejax.moe.eplb import Ints, count, part_loads
+from moejax.moe.placement import Placement
 from moejax.routing.capture import RoutingCapture, count_experts
 from moejax.routing.generate import KINDS, generate
 
@@ -50,17 +53,58 @@ class RoutingLaw:
         told = ", ".join(f"{name} {value:g}" for name, value in self.params.items())
         return f"{self.kind} ({told})" if told else self.kind
 
-    def loads(self, num_experts: int, top_k: int, ranks: int, seed: int = 0) -> "Loads":
-        """Returns the loads of a layer of so many experts, dealt out to `ranks` devices in order."""
-        return Loads(self, num_experts, top_k, ranks, seed)
+    @property
+    def layers(self) -> int:
+        """Layers of which each has popular experts of its own; 0: experts are drawn anew for each number of
+        tokens, so that none is popular for longer."""
+        if self.kind == "capture":
+            assert self.capture is not None
+            return len(self.capture.layers)
+        return 0 if self.kind in ("even", "power") else _LAYERS
+
+    def loads(
+        self, num_experts: int, top_k: int, ranks: int, seed: int = 0, *, redundant: int = 0
+    ) -> "Loads":
+        """Returns the loads of a layer of so many experts, dealt out to `ranks` devices in order, and then
+        `redundant` copies of the first."""
+        slots = Placement.contiguous(1, num_experts, ranks, redundant=redundant).physical_to_logical
+        return Loads(self, num_experts, top_k, ranks, seed, slots)
 
 
 class Loads:
-    """A law's loads of one layer by the number of tokens that come together."""
+    """A law's loads of one layer by the number of tokens that come together.
 
-    def __init__(self, law: RoutingLaw, num_experts: int, top_k: int, ranks: int, seed: int) -> None:
+    Args:
+        slots: int32 `[1, P]`, or `[law.layers, P]`: the expert of each place, those of a rank one after
+            another. A copy of an expert computes an equal part of its rows.
+    """
+
+    def __init__(
+        self, law: RoutingLaw, num_experts: int, top_k: int, ranks: int, seed: int, slots: Ints
+    ) -> None:
         self.law, self.shape, self.seed = law, (num_experts, top_k, ranks), seed
+        self.slots = slots
+        self.order: Ints = np.arange(num_experts)
+        self.draws = functools.lru_cache(maxsize=64)(self._draws)
         self._points: dict[int, Load] = {}
+
+    def under(self, slots: Ints, order: Ints) -> "Loads":
+        """Returns the same draws' loads with other places, and expert `order[i]`'s rows for expert i's."""
+        other = copy.copy(self)
+        other.slots, other.order, other._points = slots, order, {}
+        return other
+
+    def overflow(self, tokens: int, room: int) -> float:
+        """Returns the share of a step's assignments that find no room where each expert takes `room`."""
+        if self.law.kind == "even":
+            return max(0.0, 1.0 - room * self.shape[0] / (tokens * self.shape[1]))
+        low = 1 << int(math.log2(tokens))
+        ends = []
+        for drawn in (low, 2 * low):
+            counts = self.draws(drawn)
+            # The same room in even shares, which is no whole number of rows there.
+            ends.append(float((counts - room * drawn / tokens).clip(0).sum() / counts.sum()))
+        return ends[0] + (tokens / low - 1) * (ends[1] - ends[0])
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (lives as long as the simulator)
     def at(self, tokens: int) -> Load:
@@ -81,15 +125,18 @@ class Loads:
 
     def _point(self, tokens: int) -> Load:
         if tokens not in self._points:
-            E, _, ranks = self.shape
-            counts = self._counts(tokens).reshape(-1, ranks, E // ranks)
-            rows, hits = counts.sum(axis=2), np.count_nonzero(counts, axis=2)
+            ranks = self.shape[2]
+            counts = self.draws(tokens)[:, self.order]
+            slots = np.tile(self.slots, (len(counts) // len(self.slots), 1))
+            rows = part_loads(counts, slots, ranks)
+            visited = np.minimum(1.0, np.take_along_axis(counts / count(slots, counts.shape[1]), slots, 1))
+            hits = visited.reshape(len(slots), ranks, -1).sum(axis=2)
             # Who waits for the fullest does so where memory decides, and where arithmetic does.
             self._points[tokens] = Load(float(hits.max(axis=1).mean()), float(rows.max(axis=1).mean()))
         return self._points[tokens]
 
-    def _counts(self, tokens: int) -> np.ndarray:
-        """Returns rows of each expert, `[draws, E]`."""
+    def _draws(self, tokens: int) -> np.ndarray:
+        """Returns rows of each expert, `[steps * layers, E]`: a step's layers one after another."""
         E, k, _ = self.shape
         rng = np.random.default_rng((self.seed, tokens))
         if self.law.kind == "power":

@@ -43,6 +43,8 @@ class CostModelRunner:
 
     Attributes:
         parts: (kind of operation, source) → seconds so far.
+        assignments: of a layer, over all steps: tokens' choices of an expert "chosen", how many they were if
+            all ranks had the "heaviest" one's, and those without room, "dropped" or "rerouted".
         phase_s: seconds of steps that only decode, and of those with prompts.
         error: why a duration could not be told; the engine takes that for a failed step.
     """
@@ -52,6 +54,7 @@ class CostModelRunner:
     ) -> None:
         self.step_time, self.clock, self.block_s = step_time, clock, block_s
         self.parts: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.assignments: defaultdict[str, float] = defaultdict(float)
         self.phase_s: defaultdict[str, float] = defaultdict(float)
         self.error: Exception | None = None
         self._free = 0.0
@@ -78,8 +81,12 @@ class CostModelRunner:
 
     def save(self, plan: Plan) -> None:
         if self.block_s and (moved := max(len(group.saves) + len(group.loads) for group in plan.groups)):
-            self._free = max(self.clock.now, self._free) + moved * self.block_s
-            self.parts["host", "roofline"] += moved * self.block_s
+            self.occupy("host", "roofline", moved * self.block_s)
+
+    def occupy(self, op: str, source: str, seconds: float) -> None:
+        """Has the devices do something for so long, besides steps."""
+        self._free = max(self.clock.now, self._free) + seconds
+        self.parts[op, source] += seconds
 
     def reset(self) -> None:
         """Forgets nothing: there is no state."""

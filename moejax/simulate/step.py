@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moejax.core.checked import Checked, NonNegativeNumber, PositiveNumber
-from moejax.core.config import ModelConfig
+from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.moe.exchange_cost import exchange_cost
@@ -25,7 +25,7 @@ from moejax.perf.links import spread
 from moejax.perf.operation_costs import attribute
 from moejax.perf.sizes import attention_sizes, state_bytes
 from moejax.simulate.kernels import Estimate, ExpertShape, HeadShape, Kernels
-from moejax.simulate.routing import RoutingLaw
+from moejax.simulate.routing import Load, Loads, RoutingLaw
 
 _LAUNCHES, _EXPERT_LAUNCHES = 6, 2
 """Small operations of a layer between its products in a compiled step, and those of a router besides."""
@@ -106,6 +106,7 @@ class StepDurations:
         host: what the engine adds.
         seed: of the law's draws.
         stages: layers of each pipeline stage; None: all in one.
+        moe: how experts are executed.
     """
 
     model: ModelConfig
@@ -115,6 +116,7 @@ class StepDurations:
     host: HostCosts = field(default_factory=HostCosts)
     seed: int = 0
     stages: Sequence[Sequence[int]] | None = None
+    moe: MoeConfig = field(default_factory=MoeConfig)
 
     def __post_init__(self) -> None:
         model, parallel, split = self.model, self.parallel, self.parallel.tensor_size
@@ -122,11 +124,14 @@ class StepDurations:
         self.heads = HeadShape(
             model.num_heads // split, model.num_kv_heads // kv, model.key_dim, model.kv_vectors
         )
-        experts = model.num_experts + parallel.redundant_experts
+        physical = model.num_experts + parallel.redundant_experts
         self.experts = ExpertShape(
-            model.hidden_size, model.moe_intermediate_size // parallel.tp, experts // parallel.ep
+            model.hidden_size, model.moe_intermediate_size // parallel.tp, physical // parallel.ep
         )
-        self.loads = self.routing.loads(experts, model.num_experts_per_tok, parallel.ep, self.seed)
+        self.loads = self.routing.loads(
+            model.num_experts, model.num_experts_per_tok, parallel.ep, self.seed,
+            redundant=parallel.redundant_experts,
+        )  # fmt: skip
         self.meeting = parallel.ep if parallel.attention == "data" else 1
         self.parts = self.stages or [range(model.num_layers)]
         self.windows = [
@@ -143,11 +148,11 @@ class StepDurations:
         )
         self._of_tokens = lru_cache(maxsize=65536)(self._tokens)
 
-    def time(self, plan: Plan) -> StepTime:
-        """Returns the duration of a scheduler's plan."""
-        return self.of([GroupWork.of(part) for part in plan.groups])
+    def time(self, plan: Plan, loads: Loads | None = None) -> StepTime:
+        """Returns the duration of a scheduler's plan; `loads` of the experts as they are placed by then."""
+        return self.of([GroupWork.of(part) for part in plan.groups], loads)
 
-    def of(self, groups: list[GroupWork]) -> StepTime:
+    def of(self, groups: list[GroupWork], loads: Loads | None = None) -> StepTime:
         """Returns the duration of a step of all data-parallel groups."""
         pp, model = self.parallel.pp, self.model
         fullest = max(groups, key=lambda group: group.tokens)
@@ -156,7 +161,7 @@ class StepDurations:
         seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         slowest = total = 0.0
         for stage in range(pp):
-            parts = [*self._of_tokens(stage, tokens, sampled, self._together(groups, pieces))]
+            parts = [*self._of_tokens(stage, tokens, sampled, self.together(groups, pieces), loads)]
             attention = max((self._attention(stage, group) for group in groups), key=_sum)
             parts += [Part(op, source, s / pieces) for op, source, s in attention]
             for op, source, s in parts:
@@ -170,7 +175,7 @@ class StepDurations:
         found = [Part(op, source, s * factor) for (op, source), s in seconds.items() if s]
         return StepTime(host + total * factor, (*found, Part("host", "roofline", host)))
 
-    def _together(self, groups: list[GroupWork], pieces: int) -> int:
+    def together(self, groups: Sequence[GroupWork], pieces: int = 1) -> int:
         """Returns the tokens that come together at the experts, of the expert group with the most."""
         each = self.meeting
         sums = [sum(g.tokens for g in groups[i : i + each]) for i in range(0, len(groups), each)]
@@ -187,7 +192,9 @@ class StepDurations:
                 parts.append(Part("attention", estimate.source, layers * estimate.seconds))
         return parts
 
-    def _tokens(self, stage: int, tokens: int, sampled: int, together: int) -> list[Part]:
+    def _tokens(
+        self, stage: int, tokens: int, sampled: int, together: int, loads: Loads | None
+    ) -> list[Part]:
         """Returns what a stage's step costs besides attention and the host."""
         if not tokens:
             return []
@@ -216,7 +223,7 @@ class StepDurations:
         if sparse:
             mlp(sparse, model.shared_expert_intermediate_size)
             add("gemm", sparse, kernels.gemm(tokens, model.num_experts, D))
-            load = self.loads.at(together)
+            load = self._experts(together, loads or self.loads)
             add("experts", sparse, kernels.experts(self.experts, load.hits, load.rows))
         launches = _LAUNCHES * len(layers) + _EXPERT_LAUNCHES * sparse
         add("small", 1, kernels.small(tokens * self.small_bytes * len(layers), launches))
@@ -227,6 +234,15 @@ class StepDurations:
         for term, estimate in self._comm(stage, tokens, sampled):
             add("collective", term.count, estimate)
         return [Part(op, source, s) for (op, source), s in seconds.items()]
+
+    def _experts(self, tokens: int, loads: Loads) -> Load:
+        """Returns the experts' load; with a capacity every place of every expert is computed, and "dense" has
+        all experts compute all tokens."""
+        if self.moe.execution == "grouped":
+            return loads.at(tokens)
+        model, size, dense = self.model, self.experts.experts, self.moe.execution == "dense"
+        rows = tokens if dense else self.moe.capacity(tokens, model.num_experts_per_tok, model.num_experts)
+        return Load(float(size), float(size * rows))
 
     def _comm(self, stage: int, tokens: int, sampled: int) -> list[tuple[CommTerm, Estimate]]:
         """Returns the collectives of one execution each, by the exchange that is faster."""

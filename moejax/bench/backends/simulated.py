@@ -405,6 +405,14 @@ class SimulatedBackend(Backend):
         }
         if self.fleet.autoscale.enabled:
             row["scale_events"] = [{"at_s": at, "from": old, "to": new} for at, old, new in self.scaled]
+        if self.config.rebalance.every_steps:
+            for name in ("rebalances", "rebalance_bytes", "rebalance_seconds"):
+                row[name] = sum(getattr(replica.engine.stats, name) for replica in self.replicas)
+        counted: Counter[str] = Counter()
+        for replica in self.replicas:
+            counted.update(replica.runner.assignments)
+        chosen, names = counted.pop("chosen", 0.0), {"heaviest": "expert_imbalance"}
+        row |= {names.get(key, f"{key}_share"): amount / chosen for key, amount in counted.items()}
         tokens = self._tokens
         if tokens and (power.idle_w or power.prefill_w or power.decode_w):
             row["assumed_joules_per_output_token"] = joules / tokens

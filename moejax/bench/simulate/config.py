@@ -23,7 +23,8 @@ LAWS = ("even", *KINDS, "power")
 
 def parse_layout(name: str, key: str = "simulate.layouts") -> ParallelConfig:
     """Returns a preset's layout, or one said by its degrees, such as "tp4", "pp2_ep4" or "data_ep8" (with
-    data-parallel attention); "nodes2" beside them spreads it over two machines.
+    data-parallel attention); "nodes2" beside them spreads it over two machines, and "redundant8" has eight
+    experts twice.
 
     Raises:
         ConfigError: it is neither, or no layout.
@@ -32,15 +33,15 @@ def parse_layout(name: str, key: str = "simulate.layouts") -> ParallelConfig:
         return PRESETS[name]
     degrees: dict[str, Any] = {}
     for word in name.split("_"):
-        match = re.fullmatch(r"(dp|pp|ep|tp|nodes)([1-9]\d*)", word)
+        match = re.fullmatch(r"(dp|pp|ep|tp|nodes|redundant)([1-9]\d*)", word)
         if word == "data":
             degrees["attention"] = "data"
-        elif match and match[1] not in degrees:
-            degrees[match[1]] = int(match[2])
+        elif match and (key := {"redundant": "redundant_experts"}.get(match[1], match[1])) not in degrees:
+            degrees[key] = int(match[2])
         else:
             raise ConfigError(
                 f"{key}: {name!r} is neither a preset ({', '.join(PRESETS)}) nor degrees such as"
-                " tp4, pp2_ep4 or data_ep8_nodes2"
+                " tp4, pp2_ep4, data_ep8_nodes2 or ep8_redundant8"
             )
     return ParallelConfig(**degrees)
 
@@ -53,11 +54,14 @@ class RoutingSection(Checked, section="simulate.routing"):
         kind: "even"; a law of `moejax.routing.generate`; or "power", the one of the measured tables.
         exponent: of "zipf" and "power"; None: the law's own.
         trace: a routing trace, or a run's folder with one, instead of a law.
+        shift_steps: steps of an engine after which other experts, drawn by `simulate.seed`, are as popular as
+            those were; 0: never.
     """
 
     kind: Annotated[str, Among(LAWS, "law")] = "zipf"
     exponent: PositiveNumber | None = None
     trace: str | None = None
+    shift_steps: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

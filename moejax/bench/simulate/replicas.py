@@ -11,9 +11,11 @@ from typing import NamedTuple
 from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.simulate.config import SimulateSection
+from moejax.bench.simulate.experts import SimulatedExperts
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
-from moejax.core.parallel import ParallelConfig, check_parallel
+from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
+from moejax.engine.core import Engine
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
 from moejax.perf.certificate import Certificate, Change, step_bytes
@@ -26,7 +28,7 @@ from moejax.simulate.calibration import Calibration, kind_of, load_calibration
 from moejax.simulate.fleet import Link
 from moejax.simulate.kernels import WEIGHTS, Kernels
 from moejax.simulate.routing import RoutingLaw
-from moejax.simulate.runner import simulated_engine
+from moejax.simulate.runner import CostModelRunner, VirtualClock, simulated_engine
 from moejax.simulate.step import StepDurations
 
 NODE = 8
@@ -83,8 +85,15 @@ class Deployment:
             else dataclasses.replace(self.step, host=dataclasses.replace(host, **costs))
         )
         groups, sizes = self.parallel.data_groups, (self.room.blocks, self.room.block)
+
+        def make() -> tuple[Engine, CostModelRunner, VirtualClock]:
+            made = simulated_engine(self.engine, step.time, sizes[0], groups=groups, block_bytes=sizes[1])
+            if any(self.model.moe_layers):
+                SimulatedExperts(made, step, self.engine.rebalance, section.routing.shift_steps)
+            return made
+
         return Layout(
-            lambda: simulated_engine(self.engine, step.time, sizes[0], groups=groups, block_bytes=sizes[1]),
+            make,
             self.name,
             self.parallel.num_devices,
             self.room.memory.held.weights / (section.autoscale.load_gb_per_s * 1e9),
@@ -135,11 +144,14 @@ def deploy(
         ConfigError: the model cannot be spread so, or does not fit.
     """
     check_parallel(parallel, model, parallel.num_devices)
+    check_rebalance(engine.rebalance, parallel, model, 1)
+    if engine.moe.execution == "capacity" and parallel.redundant_experts:
+        raise ConfigError("engine.moe.execution=capacity does not go with parallel.redundant_experts")
     kernels = section.kernels(kind)
     room = device_room(model, parallel, engine, kernels, section.memory_share)
     calibration = load_calibration(kind, section.stack, kind_of(model))
     stages = split_layers(model, parallel.pp, parallel.stage_layers)
-    step = StepDurations(model, parallel, kernels, law, calibration.host, section.seed, stages)
+    step = StepDurations(model, parallel, kernels, law, calibration.host, section.seed, stages, engine.moe)
     return Deployment(name, model, parallel, engine, room, step, calibration)
 
 

@@ -10,6 +10,7 @@ from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.simulate.config import SimulateSection, parse_layout
+from moejax.bench.simulate.experts import check_law
 from moejax.bench.simulate.replicas import Deployment, deploy
 from moejax.bench.throughput.modes import Mode
 from moejax.bench.throughput.rows import mode_rows
@@ -100,6 +101,8 @@ def deployed(asked: Asked, kind: str) -> tuple[list[Deployment], dict[str, str]]
         law = RoutingLaw(
             "capture", capture=open_trace("simulate.routing.trace", section.routing.trace, model)
         )
+    for one in (law, *map(RoutingLaw, section.laws)):
+        check_law(one, asked.engine.rebalance, section.routing.shift_steps)
     found, refused = {}, {}
     others = {name: None for fleet in section.cases().values() for name in fleet.autoscale.layouts}
     for name in {**others, **dict.fromkeys(section.layouts)}:

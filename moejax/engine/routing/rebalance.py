@@ -162,10 +162,16 @@ class Rebalancer:
 
     Args:
         rebalance: moves them where that pays; where it raises, they are where they were.
+        clock: seconds, of the events.
     """
 
-    def __init__(self, config: RebalanceConfig, rebalance: Callable[[], Rebalanced]) -> None:
-        self.config, self.rebalance = config, rebalance
+    def __init__(
+        self,
+        config: RebalanceConfig,
+        rebalance: Callable[[], Rebalanced],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config, self.rebalance, self.clock = config, rebalance, clock
         self._steps = self._rests_until = 0
 
     def after_step(self) -> RebalanceEvent | None:
@@ -173,7 +179,7 @@ class Rebalancer:
         self._steps += 1
         if self._steps % self.config.every_steps:
             return None
-        event = functools.partial(RebalanceEvent, self._steps, time.perf_counter())
+        event = functools.partial(RebalanceEvent, self._steps, self.clock())
         if self._steps < self._rests_until:
             return event("cooldown")
         try:
