@@ -142,7 +142,8 @@ def plan_rows(
                 rows.append({"device_kind": kind, **_sized(name, one, steady, plan, price)})
     if not rows:
         raise ConfigError(
-            f"simulate.plan: no layout serves this within {workload.slo.tpot_ms:g} ms a token; {refused}"
+            f"simulate.plan: no layout serves this within {workload.slo.tpot_ms:g} ms a token "
+            f"(simulate.plan.most_devices={plan.most_devices}); the last one: {refused}"
         )
     begin()
     rows.sort(key=lambda row: _rank(row, "steady_tokens_per_s"))

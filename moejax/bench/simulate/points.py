@@ -13,7 +13,7 @@ import numpy as np
 from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.driver import drive
-from moejax.bench.simulate.published import Point, model_of, read_points
+from moejax.bench.simulate.published import Point, model_of
 from moejax.bench.simulate.replicas import device_room
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig
@@ -28,7 +28,7 @@ from moejax.simulate.kernels import Kernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
 from moejax.simulate.step import OPERATIONS, GroupWork, Part, StepDurations, StepTime, relative_spread
-from moejax.simulate.tables import FOLDER, SOURCES, rows_of
+from moejax.simulate.tables import SOURCES
 
 CALIBRATION = "calibration_points.csv"
 _BLOCK = 16
@@ -65,10 +65,10 @@ STACKS = {
 benchmark of its 0.14."""
 
 
-def point_rows(
-    folder: Path = FOLDER, groups: Sequence[str] = (), calibration: Calibration | None = None
+def rows_of_point(
+    point: Point, calibration: Calibration | None = None, law: RoutingLaw | None = None, used: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns a row per published metric of a folder's points.
+    """Returns a row per metric that was published of a point.
 
     A row has `id`, `group`, `device`, `model`, `layout`, `stack`, `metric`, `published`, `simulated`, its
     90 % interval `low` to `high`, `error` (simulated over published, less 1), whether it is `inside`,
@@ -77,21 +77,9 @@ def point_rows(
     there is no figure, or why it is off by more than 30 %.
 
     Args:
-        groups: beginnings of the groups that are simulated; none: all.
-        calibration: instead of each stack's own.
+        calibration: instead of its stack's own.
+        law: instead of its family's.
     """
-    path, rows = folder / CALIBRATION, []
-    used = {row["id"] for row in rows_of(path)} if path.exists() else set()
-    for point in read_points(folder):
-        if not groups or point.group.startswith(tuple(groups)):
-            rows += rows_of_point(point, calibration, used=point.id in used)
-    return rows
-
-
-def rows_of_point(
-    point: Point, calibration: Calibration | None = None, law: RoutingLaw | None = None, used: bool = False
-) -> list[dict[str, Any]]:
-    """Returns the rows of one point, see `point_rows`; `law` is its family's by default."""
     head = {name: getattr(point, name) for name in ("id", "group", "device", "model", "layout", "stack")}
     head["used_for_calibration"] = used
     try:
