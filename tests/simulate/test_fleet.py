@@ -1,5 +1,6 @@
 """Fleets of simulated engines: nothing is lost or told twice; what pools, links and sites add to times."""
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -17,7 +18,7 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Plan
 from moejax.results.metrics import Slo
 from moejax.simulate.fleet import Autoscale, Failure, Fleet, Link, Pools, Power, Site
-from moejax.simulate.routers import DISPATCHES, SiteLoad, desired_replicas
+from moejax.simulate.routers import DISPATCHES, SiteLoad, desired_replicas, desired_size
 from moejax.simulate.runner import simulated_engine
 from moejax.simulate.step import Part, StepTime
 from tests.model_shapes import TWO_LAYERS
@@ -41,10 +42,21 @@ def fleet_of(
     devices: int = 1,
     **costs: Any,
 ) -> SimulatedBackend:
+    """Returns a fleet of one layout, or of those that autoscaling has, each with twice the devices and the
+    speed of the one before; the weights of number n take 10 n ms to be read."""
+
+    def layout(name: str, number: int) -> Layout:
+        def faster(plan: Plan) -> StepTime:
+            return StepTime(step_time(plan).seconds / 2**number, step_time(plan).parts)
+
+        make = lambda: simulated_engine(engine, faster, blocks, groups=groups)  # noqa: E731
+        return Layout(make, name, devices << number, 0.01 * number)
+
+    names = fleet.autoscale.layouts or ["tp1"]
     return SimulatedBackend(
         MODEL,
         engine,
-        [Layout(lambda: simulated_engine(engine, step_time, blocks, groups=groups), devices=devices)],
+        [layout(name, number) for number, name in enumerate(names)],
         fleet=fleet,
         costs=FleetCosts(slo=SLO, **costs),
     )
@@ -69,6 +81,9 @@ def serve(backend: SimulatedBackend, **changes: Any) -> TrafficRun:
     return run
 
 
+STEPS = Autoscale(
+    layouts=["tp1", "tp2", "tp4"], queue_ms=2.0, interval_s=0.02, cooldown_s=0.04, cold_start_s=0.01
+)
 FLEETS = {
     "mixed": Fleet(replicas=3, router="two_choices"),
     "pools": Fleet(pools=Pools(2, 2)),
@@ -76,6 +91,9 @@ FLEETS = {
     "autoscaled": Fleet(
         autoscale=Autoscale(1, 4, queue_ms=2.0, interval_s=0.02, cooldown_s=0.04, cold_start_s=0.01)
     ),
+    "resized": Fleet(autoscale=STEPS),
+    "resized with surge": Fleet(replicas=2, autoscale=dataclasses.replace(STEPS, surge=True)),
+    "a lost replica of a resized fleet": Fleet(replicas=2, fail=Failure(1, 0.06), autoscale=STEPS),
     "a lost replica": Fleet(replicas=2, fail=Failure(1, 0.06)),
     "a lost prefill replica": Fleet(pools=Pools(2, 1), fail=Failure(0, 0.02)),
     "a lost decode replica": Fleet(pools=Pools(1, 2), fail=Failure(2, 0.06)),
@@ -93,7 +111,8 @@ def test_every_request_ends_once_with_all_its_tokens(name: str, blocks: int, gro
     row = backend.fleet_row()
     assert (row["requeued"] > 0) == ("lost" in name)
     assert (row["kv_sent_bytes"] > 0) == (backend.fleet.pools.prefill > 0)
-    assert row["replicas"] > 1
+    assert row["num_devices"] > 1
+    assert ("scale_events" in row) == backend.fleet.autoscale.enabled == bool(backend.scaled)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -189,6 +208,13 @@ def test_desired_replicas() -> None:
     assert wanted(1, 0.0, 0.0) == 1
 
 
+@pytest.mark.parametrize(
+    ("pressure", "use", "size"), [(1.1, 0.0, 8), (1.0, 0.1, 4), (0.4, 0.39, 2), (0.4, 0.4, 4), (0.6, 0.0, 4)]
+)
+def test_desired_size(pressure: float, use: float, size: int) -> None:
+    assert desired_size(4, pressure, use, smaller=2, larger=8) == size
+
+
 @pytest.mark.parametrize("goal", [{"queue_ms": 20.0}, {"attainment": 0.9}])
 def test_replicas_follow_the_load_and_cost_less_than_as_many_for_good(goal: dict[str, float]) -> None:
     scale = Autoscale(1, 4, **goal, interval_s=0.1, cooldown_s=0.2, cold_start_s=0.1)
@@ -208,6 +234,80 @@ def test_replicas_follow_the_load_and_cost_less_than_as_many_for_good(goal: dict
     assert gone and all(
         replica.ready_at == pytest.approx(replica.since + 0.1) for replica in backend.replicas[1:]
     )
+
+
+@pytest.mark.parametrize("surge", [False, True])
+def test_a_replica_ends_what_it_has_and_its_successor_s_devices_are_paid_for_from_its_start(
+    surge: bool,
+) -> None:
+    # Five at once are over what is allowed at the first look, which is the last one that changes anything.
+    goal = Autoscale(
+        layouts=["tp1", "tp2"],
+        queue_ms=1e-3,
+        interval_s=0.005,
+        cooldown_s=9.0,
+        cold_start_s=0.005,
+        surge=surge,
+    )
+    engine = EngineConfig(**{**vars(ENGINE), "max_num_seqs": 2, "overlap": False})
+    backend = fleet_of(Fleet(autoscale=goal), engine=engine, devices=3)
+    outputs = [backend.submit([1] * 50, SamplingParams(max_tokens=8)) for _ in range(5)]
+    late = None
+    while backend.step():
+        if late is None and backend.scaled:
+            late = backend.submit([1] * 50, SamplingParams(max_tokens=8))
+    old, new = backend.replicas
+    assert backend.scaled == [(0.005, "tp1", "tp2")]
+    # Two pairs and a single one, each in a step with its prompts and seven without them.
+    pair, single = 2 * 50 * PROMPT + STEP + 7 * (STEP + 2 * ROW), 50 * PROMPT + STEP + 7 * (STEP + ROW)
+    drained = 2 * pair + single + (pair - single) * surge
+    assert old.ended == pytest.approx(drained) and old.draining
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+    start = 0.005 if surge else drained
+    assert (new.since, new.ready_at) == pytest.approx((start, start + 0.015))
+    assert late is not None and len(late.metrics.token_times) == 8
+    row = backend.fleet_row()
+    if surge:  # it came while the replica still served
+        assert late.metrics.token_times[-1] == pytest.approx(drained) and not new.runner.phase_s
+        assert (row["replicas"], row["num_devices"]) == (2, 9)
+        assert row["device_seconds"] == pytest.approx(3 * drained + 6 * (drained - 0.005))
+    else:
+        served = drained + 0.015 + single / 2
+        assert late.metrics.token_times[-1] == pytest.approx(served)
+        assert late.metrics.token_times[0] == pytest.approx(drained + 0.015 + (50 * PROMPT + STEP) / 2)
+        assert (row["replicas"], row["num_devices"]) == (1, 6)
+        assert row["device_seconds"] == pytest.approx(3 * drained + 6 * (0.015 + single / 2))
+
+
+@pytest.mark.parametrize("surge", [False, True])
+def test_a_replica_grows_and_shrinks_with_the_load_one_layout_at_a_time(surge: bool) -> None:
+    goal = dataclasses.replace(STEPS, surge=surge, queue_ms=20.0, interval_s=0.1, cooldown_s=0.2)
+    load: dict[str, Any] = {
+        "num_requests": 1200, "request_rate": 200.0, "rate_steps": (0.2, 1.8), "rate_step_s": 1.5,
+    }  # fmt: skip
+    small, backend = fleet_of(Fleet()), fleet_of(Fleet(autoscale=goal))
+    waits = [serve(each, **load).metrics(SLO)["mean_ttft_ms"] or 0.0 for each in (small, backend)]
+    assert waits[1] < waits[0]
+    names, layout = goal.layouts, "tp1"
+    for _, old, new in backend.scaled:
+        assert old == layout and abs(names.index(new) - names.index(old)) == 1
+        layout = new
+    assert {new > old for _, old, new in backend.scaled} == {True, False}, "both ways"
+    alive = [replica for replica in backend.replicas if replica.ended is None]
+    assert [replica.layout.name for replica in alive][-1] == layout
+    assert len(backend.replicas) == len(backend.scaled) + 1
+    for before, after in itertools.pairwise(backend.replicas):
+        assert before.ended is not None and before.successor is after.layout
+        assert before.ended >= after.ready_at if surge else before.ended == after.since
+
+
+def test_who_finds_nobody_is_placed_in_the_order_of_arrival_once_somebody_serves() -> None:
+    goal = Autoscale(1, 2, queue_ms=2.0, interval_s=0.02, cooldown_s=0.04, cold_start_s=0.01)
+    backend = fleet_of(Fleet(autoscale=goal, fail=Failure(0, 0.005)))
+    run = serve(backend, num_requests=20)
+    begun = [item.record.metrics.scheduled_time or 0.0 for item in run.served]
+    assert begun == sorted(begun) and backend.scaled[0][1:] == (0, 1)
+    assert backend.replicas[1].ready_at == pytest.approx(0.03)
 
 
 def test_energy_is_of_the_given_watts() -> None:
@@ -235,6 +335,12 @@ def test_wrong_fleets_are_one_line() -> None:
         (lambda: Fleet(pools=Pools(1, 1), autoscale=Autoscale(max=2, queue_ms=1.0)), "exclude each other"),
         (lambda: Autoscale(max=2), "one of queue_ms and attainment"),
         (lambda: Autoscale(min=3, max=2, queue_ms=1.0), "max=2 is below min=3"),
+        (lambda: Autoscale(max=2, layouts=["tp1", "tp2"], queue_ms=1.0), "layouts excludes its min and max"),
+        (lambda: Autoscale(min=2, layouts=["tp1", "tp2"], queue_ms=1.0), "layouts excludes its min and max"),
+        (lambda: Autoscale(layouts=["tp1", "tp2"]), "one of queue_ms and attainment"),
+        (lambda: Autoscale(surge=True), "surge has no meaning without"),
+        (lambda: Fleet(sites=[Site("a")], autoscale=STEPS), "exclude each other"),
+        (lambda: Fleet(fail=Failure(0, 1.0), autoscale=STEPS), "nobody is left"),
         (lambda: Fleet(fail=Failure(0, 1.0)), "nobody is left"),
         (lambda: Fleet(replicas=2, fail=Failure(2, 1.0)), "there are 2"),
         (lambda: Fleet(dispatch="farthest"), "simulate.dispatch"),

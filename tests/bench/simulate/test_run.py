@@ -20,6 +20,7 @@ from moejax.report.experiments import print_result, save_plots
 from moejax.report.simulate import verdict_lines
 from moejax.results.compare import compare
 from moejax.results.metrics import Slo
+from moejax.simulate.fleet import Autoscale, Fleet
 from moejax.simulate.step import GroupWork
 from moejax.simulate.tables import SOURCES
 from tests.bench.runs import run_into
@@ -150,6 +151,43 @@ def test_wrong_settings_are_one_line(changes: dict[str, Any], text: str) -> None
 def test_an_exponent_without_a_law_that_has_one() -> None:
     with pytest.raises(ConfigError, match="has no meaning"):
         RoutingSection(kind="uniform", exponent=1.0)
+
+
+STEPS = Autoscale(layouts=["tp2", "tp4"], queue_ms=1e-3, interval_s=0.1, cooldown_s=0.2, cold_start_s=0.1)
+
+
+def test_a_fleet_changes_its_layout_and_its_case_tells_when(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "layouts": ["tp2"], "rates": [200.0], "fleets": {"still": Fleet(), "resized": Fleet(autoscale=STEPS)},
+    }  # fmt: skip
+    result, again = (simulate(tmp_path / name, interval=False, **changes) for name in "ab")
+    still, resized = result["cases"]
+    assert result["cases"] == again["cases"], "deterministic"
+    assert "scale_events" not in still and still["num_devices"] == 2
+    assert resized["scale_events"][0] == {"at_s": 0.1, "from": "tp2", "to": "tp4"}
+    assert resized["completed"] == 24 and resized["num_devices"] == 4 and resized["replicas"] == 1
+    assert resized["tokens_per_s_per_device"] == pytest.approx(resized["output_throughput"] / 4)
+    console = Console(record=True, width=160)
+    print_result(result, console)
+    assert "tp2 resized (200 req/s): scaled at 0.1 s tp2 → tp4" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"steps": ["tp2", "rows4"]}, "simulate.autoscale.layouts: 'rows4' is neither a preset"),
+        ({"steps": ["tp2"]}, r"simulate.autoscale.layouts=\[tp2\]: name two or more"),
+        ({"steps": ["tp4", "tp2"]}, "each of more devices than the one before"),
+        ({"steps": ["tp2", "ep2"]}, "each of more devices than the one before"),
+        ({"layouts": ["tp8"]}, r"simulate.layouts: tp8 is none of simulate.autoscale.layouts=\[tp2, tp4\]"),
+        ({"mode": "plan"}, "simulate.mode=plan chooses one layout"),
+    ],
+)
+def test_layouts_that_no_replica_can_change_between_are_one_line(changes: dict[str, Any], text: str) -> None:
+    steps = dataclasses.replace(STEPS, layouts=changes.pop("steps", STEPS.layouts))
+    with pytest.raises(ConfigError, match=text) as caught:
+        SimulateSection(**{"layouts": ["tp2"], "fleets": {"x": Fleet(autoscale=steps)}, **changes})
+    assert "\n" not in str(caught.value)
 
 
 # -- planning --------------------------------------------------------------------------------------------

@@ -125,6 +125,27 @@ def test_a_scenario_composes_and_its_goals_name_cases_that_it_has(name: str) -> 
     ("argv", "message"),
     [
         (["scenario=pplx"], "scenario=pplx: unknown preset 'pplx' (known: "),
+        (
+            [
+                "simulate.layouts=[tp2]",
+                "simulate.autoscale.layouts=[tp2,tp64]",
+                "simulate.autoscale.queue_ms=9",
+            ],
+            "simulate.autoscale.layouts: tp64: ",
+        ),
+        (
+            ["simulate.autoscale.layouts=[tp2,tp2]", "simulate.autoscale.queue_ms=9"],
+            "simulate.autoscale.layouts=[tp2, tp2]: name two or more",
+        ),
+        (
+            [
+                "simulate.layouts=[tp2]",
+                "simulate.autoscale.queue_ms=9",
+                "ablation.stages.a=[]",
+                "ablation.stages.b=[simulate.autoscale.layouts=[tp2,tp64]]",
+            ],
+            "simulate.autoscale.layouts: tp64: ",
+        ),
         (["ablation.stages.a=[]"], "ablation.stages needs at least two"),
         (["scenario=ladder_175b", "simulate.mode=plan"], "ablation.stages: simulate.mode=plan has none"),
         (
