@@ -213,7 +213,8 @@ def _times(row: Row) -> str:
 
 def _experts(row: Row) -> str:
     """Returns how evenly experts were loaded, what moved and what found no room, for the end of a line."""
-    told = [f"fullest rank {row['expert_imbalance']:.2f}x the mean"] if row.get("expert_imbalance") else []
+    uneven = row.get("expert_imbalance") or 1.0
+    told = [f"fullest rank {uneven:.2f}x the mean"] if uneven > 1 else []  # 1: one rank has all
     told += [
         f"{name} {row[f'{name}_share']:.1%}" for name in ("dropped", "rerouted") if row.get(f"{name}_share")
     ]
