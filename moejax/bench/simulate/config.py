@@ -36,8 +36,8 @@ def parse_layout(name: str, key: str = "simulate.layouts") -> ParallelConfig:
         match = re.fullmatch(r"(dp|pp|ep|tp|nodes|redundant)([1-9]\d*)", word)
         if word == "data":
             degrees["attention"] = "data"
-        elif match and (key := {"redundant": "redundant_experts"}.get(match[1], match[1])) not in degrees:
-            degrees[key] = int(match[2])
+        elif match and (degree := {"redundant": "redundant_experts"}.get(match[1], match[1])) not in degrees:
+            degrees[degree] = int(match[2])
         else:
             raise ConfigError(
                 f"{key}: {name!r} is neither a preset ({', '.join(PRESETS)}) nor degrees such as"
