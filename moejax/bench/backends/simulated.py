@@ -275,11 +275,10 @@ class SimulatedBackend(Backend):
         ended, self._ended = self._ended, []
         if len(serving) < len(live):
             return
-        if leaving := [r for r in self.replicas if r.ended is None and r.successor is not None]:
-            for replica in leaving:
-                self._drain(replica, now)
-            return
-        if live and now - self._changed < goal.cooldown_s:
+        leaving = [r for r in self.replicas if r.ended is None and r.successor is not None]
+        for replica in leaving:  # draining already, or whose successors serve by now
+            self._drain(replica, now)
+        if leaving or (live and now - self._changed < goal.cooldown_s):
             return
         use = sum(replica.use() for replica in serving) / max(1, len(serving))
         pressure = self._pressure(ended, last, now)

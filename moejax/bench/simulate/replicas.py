@@ -111,8 +111,7 @@ class Deployment:
             request_s=self.step.host.request_s,
             slo=slo or Slo(),
         )
-        known = {self.name: self, **self.others}
-        layouts = [known[name]._layout(section, scale) for name in names]
+        layouts = [{self.name: self, **self.others}[name]._layout(section, scale) for name in names]
         start = names.index(self.name)
         return SimulatedBackend(self.model, self.engine, layouts, start=start, fleet=section, costs=costs)
 

@@ -177,6 +177,6 @@ def test_what_cannot_be_is_refused_before_the_run(
 def test_a_layouts_words_name_copies_once() -> None:
     assert parse_layout("data_ep8_redundant8") == ParallelConfig(ep=8, attention="data", redundant_experts=8)
     with pytest.raises(
-        ConfigError, match="^simulate.layouts: 'ep8_redundant8_redundant4' is neither a preset"
+        ConfigError, match=r"^simulate\.layouts: 'ep8_redundant8_redundant4' is neither a preset"
     ):
         parse_layout("ep8_redundant8_redundant4")
