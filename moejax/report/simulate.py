@@ -215,9 +215,8 @@ def _experts(row: Row) -> str:
     """Returns how evenly experts were loaded, what moved and what found no room, for the end of a line."""
     uneven = row.get("expert_imbalance") or 1.0
     told = [f"fullest rank {uneven:.2f}x the mean"] if uneven > 1 else []  # 1: one rank has all
-    told += [
-        f"{name} {row[f'{name}_share']:.1%}" for name in ("dropped", "rerouted") if row.get(f"{name}_share")
-    ]
+    shares = ((name, row.get(f"{name}_share")) for name in ("dropped", "rerouted"))
+    told += [f"{name} {part:.1%}" for name, part in shares if part]
     if row.get("rebalances") is not None:
         moved, seconds = row["rebalance_bytes"] / 1e9, row["rebalance_seconds"]
         told.append(f"experts placed anew {row['rebalances']} times ({moved:.3g} GB, {seconds:.2g} s)")
@@ -229,11 +228,8 @@ def simulate_lines(result: Mapping[str, Any]) -> list[str]:
     lines, rows = [], _sound(result)
     for name in dict.fromkeys(row["layout"] for row in rows):
         first = next(row for row in rows if row["layout"] == name)
-        lines.append(
-            f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): "
-            + _times(first)
-            + _experts(first)
-        )
+        where = f"{_times(first)}{_experts(first)}"
+        lines.append(f"{name}: {first['num_blocks']:,} cache blocks; time ({_load(first)}): {where}")
     for row in rows:
         told = [f"{e['at_s']:g} s {e['from']} → {e['to']}" for e in row.get("scale_events") or ()]
         lines += [f"{row['layout']} ({_load(row)}): scaled at {', '.join(told)}"] if told else []

@@ -148,15 +148,14 @@ class StepDurations:
         )
         self._of_tokens = lru_cache(maxsize=65536)(self._tokens)
 
-    def time(self, plan: Plan, loads: Loads | None = None) -> StepTime:
-        """Returns the duration of a scheduler's plan; `loads` of the experts as they are placed by then."""
-        return self.of([GroupWork.of(part) for part in plan.groups], loads)
+    def time(self, plan: Plan) -> StepTime:
+        """Returns the duration of a scheduler's plan."""
+        return self.of([GroupWork.of(part) for part in plan.groups])
 
     def of(self, groups: list[GroupWork], loads: Loads | None = None) -> StepTime:
-        """Returns the duration of a step of all data-parallel groups."""
-        pp, model = self.parallel.pp, self.model
+        """Returns the duration of a step of all groups; `loads` are the experts' where they move."""
+        pp, model, pieces = self.parallel.pp, self.model, self.pieces(groups)
         fullest = max(groups, key=lambda group: group.tokens)
-        pieces = min(self.parallel.microbatches or pp, max(1, fullest.tokens)) if pp > 1 else 1
         tokens, sampled = -(-fullest.tokens // pieces), -(-fullest.sampled // pieces)
         seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         slowest = total = 0.0
@@ -175,8 +174,13 @@ class StepDurations:
         found = [Part(op, source, s * factor) for (op, source), s in seconds.items() if s]
         return StepTime(host + total * factor, (*found, Part("host", "roofline", host)))
 
-    def together(self, groups: Sequence[GroupWork], pieces: int = 1) -> int:
-        """Returns the tokens that come together at the experts, of the expert group with the most."""
+    def pieces(self, groups: Sequence[GroupWork]) -> int:
+        """Returns the number of microbatches that a step is computed in."""
+        pp, most = self.parallel.pp, max(group.tokens for group in groups)
+        return min(self.parallel.microbatches or pp, max(1, most)) if pp > 1 else 1
+
+    def together(self, groups: Sequence[GroupWork], pieces: int) -> int:
+        """Returns a microbatch's tokens that come together at the experts, of the group with the most."""
         each = self.meeting
         sums = [sum(g.tokens for g in groups[i : i + each]) for i in range(0, len(groups), each)]
         return -(-max(sums) // pieces)

@@ -70,26 +70,28 @@ class SimulatedExperts:
             self.loads = self.loads.under(self.loads.slots, rng.permutation(self.step.model.num_experts))
         self._steps += 1
         groups = [GroupWork.of(part) for part in plan.groups]
-        tokens = self.step.together(groups)
+        pieces = self.step.pieces(groups)
+        tokens = self.step.together(groups, pieces)
         if self._window is not None:
-            counts = tokens * self._popularity[:, self.loads.order]
+            counts = pieces * tokens * self._popularity[:, self.loads.order]
             self._window.add(counts.astype(np.int64))
-        self._count(tokens)
+        self._count(tokens, pieces)
         return self.step.of(groups, self.loads)
 
-    def _count(self, tokens: int) -> None:
+    def _count(self, tokens: int, pieces: int) -> None:
+        """Counts the assignments of so many microbatches of so many tokens."""
         moe, counts = self.step.moe, self.runner.assignments
         E, k, ranks = self.loads.shape
-        counts["chosen"] += (chosen := tokens * k)
+        counts["chosen"] += pieces * (chosen := tokens * k)
         if moe.execution == "grouped":
-            counts["heaviest"] += self.loads.at(tokens).rows * ranks
+            counts["heaviest"] += pieces * self.loads.at(tokens).rows * ranks
         elif moe.execution == "capacity" and tokens:
             room = moe.capacity(tokens, k, E)
             late = chosen * self.loads.overflow(tokens, room)
             # Another expert takes what finds no room as long as any has some: tokens may ask them all.
             free = E * room - (chosen - late) if moe.overflow == "reroute" else 0.0
-            counts["rerouted"] += (rerouted := min(late, free))
-            counts["dropped"] += late - rerouted
+            counts["rerouted"] += pieces * (rerouted := min(late, free))
+            counts["dropped"] += pieces * (late - rerouted)
 
     def _rebalance(self) -> Rebalanced:
         """Places the experts for the latest steps' loads, and has the devices wait for the moves."""
@@ -104,7 +106,7 @@ class SimulatedExperts:
         change = compare(old, new, loads, bytes_per_expert=round(each * parallel.tp))
         if new == old:
             return Rebalanced(change, 0.0, False)
-        received = change.moved.reshape(layers, parallel.ep, -1).sum(axis=(0, 2)).max()
+        received = change.moved.reshape(layers, parallel.ep, -1).sum(axis=(0, 2)).max() / parallel.pp
         moving = kernels.collective("collective-permute", float(received * each), parallel.ep, 1)
         self.runner.occupy("collective", moving.source, moving.seconds)
         self._placement = new

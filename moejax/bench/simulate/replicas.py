@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moejax.bench.backends.replica import FleetCosts, Layout
 from moejax.bench.backends.simulated import SimulatedBackend
 from moejax.bench.simulate.config import SimulateSection
-from moejax.bench.simulate.experts import SimulatedExperts
+from moejax.bench.simulate.experts import SimulatedExperts, check_law
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
@@ -144,6 +144,7 @@ def deploy(
     """
     check_parallel(parallel, model, parallel.num_devices)
     check_rebalance(engine.rebalance, parallel, model, 1)
+    check_law(law, engine.rebalance, section.routing.shift_steps)
     if engine.moe.execution == "capacity" and parallel.redundant_experts:
         raise ConfigError("engine.moe.execution=capacity does not go with parallel.redundant_experts")
     kernels = section.kernels(kind)

@@ -101,8 +101,8 @@ def deployed(asked: Asked, kind: str) -> tuple[list[Deployment], dict[str, str]]
         law = RoutingLaw(
             "capture", capture=open_trace("simulate.routing.trace", section.routing.trace, model)
         )
-    for one in (law, *map(RoutingLaw, section.laws)):
-        check_law(one, asked.engine.rebalance, section.routing.shift_steps)
+    for other in section.laws:
+        check_law(RoutingLaw(other), asked.engine.rebalance, section.routing.shift_steps)
     found, refused = {}, {}
     others = {name: None for fleet in section.cases().values() for name in fleet.autoscale.layouts}
     for name in {**others, **dict.fromkeys(section.layouts)}:

@@ -31,14 +31,14 @@ def simulate(out: Path, engine: EngineConfig = ENGINE, **changes: Any) -> list[d
         return run_simulate(Asked(LARGE, "dummy", section, engine, WORKLOAD), run)["cases"]
 
 
-def engine(every: int = 10, shift_steps: int = 0, **fields: Any) -> tuple[SimulatedExperts, Any]:
+def engine(
+    every: int = 10, shift_steps: int = 0, layout: str = "ep4_redundant4"
+) -> tuple[SimulatedExperts, Any]:
     """Returns a simulated engine's experts, and the engine."""
     rule = dataclasses.replace(MOVES, every_steps=every)
-    config = dataclasses.replace(ENGINE, rebalance=rule, **fields)
+    config = dataclasses.replace(ENGINE, rebalance=rule)
     section = SimulateSection(routing=RoutingSection(shift_steps=shift_steps))
-    deployment = deploy(
-        "", LARGE, parse_layout("ep4_redundant4"), config, section, "h100", RoutingLaw("zipf")
-    )
+    deployment = deploy("", LARGE, parse_layout(layout), config, section, "h100", RoutingLaw("zipf"))
     made = deployment.backend(section).layouts[0].make()
     experts = made[1].step_time.__self__
     assert isinstance(experts, SimulatedExperts)
@@ -69,8 +69,9 @@ def test_a_copy_computes_its_part_of_an_experts_rows() -> None:
     assert shifted == pytest.approx((2 + 1 / 3, 8 + 2 / 3))
 
 
-def test_experts_move_by_the_engines_rule_and_devices_wait_for_the_moves() -> None:
-    experts, made = engine()
+@pytest.mark.parametrize("stages", [1, 2])
+def test_experts_move_by_the_engines_rule_and_devices_wait_for_the_moves(stages: int) -> None:
+    experts, made = engine(layout=f"pp{stages}_ep4_redundant4")
     runner, first = experts.runner, experts.loads
     old = Placement.contiguous(4, 64, 4, redundant=4)
     popularity = first.draws(4096).reshape(-1, 4, 64).sum(axis=0)
@@ -91,7 +92,8 @@ def test_experts_move_by_the_engines_rule_and_devices_wait_for_the_moves() -> No
             # The law has four layers and the model two.
             each = 3 * LARGE.hidden_size * LARGE.moe_intermediate_size * WEIGHTS["bf16"] * 2 / 4
             received = (held(new) & ~held(old)).sum(axis=(0, 2))
-            time = experts.step.kernels.collective("collective-permute", received.max() * each, 4, 1)
+            most = received.max() * each / stages  # a device has the layers of its stage
+            time = experts.step.kernels.collective("collective-permute", most, 4, 1)
             assert (event.bytes_moved, event.seconds) == (received.sum() * each, time.seconds)
     none = "no layer gains enough"
     assert reasons == {10: "moved", 20: "cooldown", 30: none, 40: none, 50: none}
@@ -109,6 +111,14 @@ def test_a_shift_gives_other_experts_the_rows_and_leaves_them_where_they_are() -
     assert len(set(orders)) == 3 and all(sorted(order) == list(range(64)) for order in orders)
     assert np.array_equal(experts.loads.slots, experts.step.loads.slots)
     assert orders[0] == tuple(range(64)) and times[24] != times[25]
+
+
+@pytest.mark.parametrize(("layout", "microbatches"), [("ep4", 1), ("pp2_ep4", 2)])
+def test_the_fullest_rank_s_rows_are_those_of_a_step_s_microbatches(layout: str, microbatches: int) -> None:
+    experts, _ = engine(every=0, layout=layout)
+    experts.time(plan_of(32))
+    counts, rows = experts.runner.assignments, experts.loads.at(32 // microbatches).rows
+    assert counts == {"chosen": 32 * LARGE.num_experts_per_tok, "heaviest": microbatches * rows * 4}
 
 
 def test_rebalancing_lightens_the_fullest_rank_and_tokens_are_the_same_number(tmp_path: Path) -> None:
