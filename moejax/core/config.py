@@ -468,6 +468,31 @@ class StaticBatchingConfig(Checked, section="engine.static_batching"):
     max_wait_s: NonNegativeNumber = 0.0
 
 
+AdaptedMatrices = Literal["attention", "mlp", "router", "experts"]
+
+
+@dataclass(frozen=True)
+class AdaptersConfig(Checked, section="engine.adapters"):
+    """LoRA adapters, which requests choose, beside the model's weights, see `moejax.engine.adapters`.
+
+    Attributes:
+        slots: adapters that are there at a time; 0: none can be loaded.
+        rank: the largest of an adapter.
+        targets: matrices that have slots: of attention, of dense layers and shared experts ("mlp"), of routers
+            and of routed experts. Each costs memory and time for all requests; adapters with others are
+            refused.
+    """
+
+    slots: NonNegativeInt = 0
+    rank: PositiveInt = 16
+    targets: list[AdaptedMatrices] = field(default_factory=lambda: ["attention", "mlp", "router", "experts"])
+
+    @property
+    def experts(self) -> bool:
+        """Whether routed experts have slots."""
+        return self.slots > 0 and "experts" in self.targets
+
+
 @dataclass(frozen=True)
 class EngineConfig(Checked, section="engine"):
     """Limits and choices of the engine. Lengths in tokens.
@@ -481,6 +506,7 @@ class EngineConfig(Checked, section="engine"):
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
         scheduling: what policies go by, see `SchedulingConfig`.
         rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
+        adapters: see `AdaptersConfig`.
         adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
         preemption: what becomes of a sequence that loses its place: all of it is computed again
             ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
@@ -526,6 +552,7 @@ class EngineConfig(Checked, section="engine"):
     policy: PolicyName = "fcfs"
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
     preemption: Preemption = "recompute"
     swap_memory_gb: PositiveNumber = 1.0

@@ -122,7 +122,7 @@ class LLM:
         whole_in, cache = None, self.runner.cache
         if self.engine_config.batching == "static":
             whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
-        return RequestBuilder(self._resolved, whole_in, replay)
+        return RequestBuilder(self._resolved, whole_in, replay, self._weights.adapters)
 
     def close(self) -> None:
         """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
@@ -277,14 +277,15 @@ class LLM:
         """Returns a text's token ids, special tokens included, as `generate` takes it."""
         return self.get_tokenizer().encode(text)
 
-    def score(self, sequences: Sequence[Prompt]) -> list[np.ndarray]:
-        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1.
+    def score(self, sequences: Sequence[Prompt], *, adapter: str | None = None) -> list[np.ndarray]:
+        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1; by
+        the model with an `adapter` where one is named.
 
         Raises:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
             StepError: a step failed.
         """
-        requests = self.builder.to_score(as_list(sequences))
+        requests = self.builder.to_score(as_list(sequences), adapter)
         self.engine.run(requests)
         every = [request.output.prompt_logprobs or [] for request in requests]
         return [np.array([entry.logprob for entry in entries if entry], np.float32) for entries in every]
@@ -346,7 +347,7 @@ class LLM:
         with self.engine.lock:
             if (request := self._submitted.get(request_id)) is None:
                 raise RequestError(f"interrupt: no submitted request {request_id!r} is running")
-            checkpoint = request.checkpoint(self.builder.model)
+            checkpoint = request.checkpoint(self.builder.model_of(request))
             self.engine.abort(request, "interrupt")
         return checkpoint
 
@@ -425,7 +426,7 @@ class LLM:
             for group, prefixes in enumerate(caches):
                 request = self.builder.to_generate([prompt], params, options=options)[0]
                 self.engine.run([request], group)
-                pinned.append(prefixes.pin(self.builder.identity(options), request.output.prompt_token_ids))
+                pinned.append(prefixes.pin(request.sequences[0].identity, request.output.prompt_token_ids))
         return min(pinned)
 
     def clear_prefix_cache(self) -> None:
@@ -541,6 +542,34 @@ class LLM:
                 self.runner.reset()  # else the old cache would take the new one's memory
                 self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
+
+    # -- LoRA adapters ---------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads a LoRA adapter in PEFT's format, for requests with `RequestOptions(adapter=name)`, while others
+        run and without compiling anything again. Variants of this engine have it, too.
+
+        Raises:
+            ConfigError: the engine has no slot left (`engine.adapters`) or none for one of its matrices, its
+                rank is too large, the name is taken, or it is more than LoRA.
+            CheckpointError: it is damaged, or does not fit the model.
+        """
+        with self.engine.lock:
+            self._weights.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets no further request have an adapter. Those that have it go on to their end; then its slot is free.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        with self.engine.lock:
+            self._weights.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests can have."""
+        return list(self._weights.adapters.loaded)
 
     # -- expert placement ------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class Batch(NamedTuple):
             `[S]`; only with penalties, and the last three with chunks where sequences have states.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
         replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
+        adapter: int32 `[S + T]`, the slot of each token's LoRA adapter, the one past the last for none; only
+            where there are slots.
     """
 
     slot: jax.Array
@@ -77,6 +79,7 @@ class Batch(NamedTuple):
     prompt_len: jax.Array | None
     target: jax.Array | None
     replay: Replay | None
+    adapter: jax.Array | None
 
 
 def metadata_of(limits: Limits) -> ModuleType:
@@ -109,6 +112,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
     if key.prompt_logprobs >= 0:
         shapes["target"] = (T,)
+    if limits.adapters:
+        shapes["adapter"] = (S + T,)
     if limits.replay is not None:
         shapes |= dict.fromkeys(("replay_ids", "replay_weights"), (S + T, *limits.replay))
     fields, offset = {}, 0
@@ -260,6 +265,8 @@ class BatchBuilder:
             _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
+        if self.limits.adapters:
+            self._adapters(views["adapter"], plan, key.rows)
         if self.replay is not None:
             self.replay.fill(views, plan, key.rows)
 
@@ -317,6 +324,15 @@ class BatchBuilder:
             views["logit"][row:after] = end - 1
             views["sample"][row:after] = chunk.last and not chunk.sequence.score
             row = after
+
+    def _adapters(self, slots: np.ndarray, plan: StepPlan, rows: int) -> None:
+        """Fills in each token's slot, int32 `[S + T]`."""
+        slots[:] = self.limits.adapters
+        chunks = [chunk.sequence for chunk in plan.chunks for _ in range(chunk.count)]
+        for first, sequences in ((0, plan.sequences), (rows, chunks)):
+            for place, sequence in enumerate(sequences, first):
+                if sequence.adapter is not None:
+                    slots[place] = sequence.adapter.slot
 
     def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
         """Fills in the chunks' tokens and positions."""

@@ -142,6 +142,7 @@ class BucketRunner(ABC):
             queries=queries,
             window=cache.window,
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
+            adapters=config.adapters.slots,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups

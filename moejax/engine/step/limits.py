@@ -68,6 +68,7 @@ class Limits(NamedTuple):
             `pallas_kernels.work_list`.
         window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
         window_ends: blocks before the end of each of their segments.
+        adapters: slots of LoRA adapters.
     """
 
     slots: int
@@ -84,6 +85,7 @@ class Limits(NamedTuple):
     queries: int = 1
     window: int | None = None
     window_ends: tuple[int, ...] = ()
+    adapters: int = 0
 
     def of_window(self, key: StepKey) -> "tuple[StepKey, Limits]":
         """Returns a step's shape and the limits as the layers with a sliding window have them."""

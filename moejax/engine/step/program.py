@@ -146,6 +146,7 @@ def run_layers(
         cache=cache,
         rope_lens=batch.rope_len,
         routing=None if batch.replay is None else replayed(model, batch.replay),
+        adapters=batch.adapter,
     )
 
 
