@@ -45,11 +45,11 @@ _SAID_ELSEWHERE = {
 }  # fmt: skip
 """Fields that say how an adapter was made, or what the tensors' keys say again."""
 _READ = {
-    "peft_type", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "target_parameters", "bias",
+    "alpha_pattern", "bias", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters", "use_rslora"
 }  # fmt: skip
 
 Factors = tuple[np.ndarray, np.ndarray]
-"""A `[in, r]` and B `[r, out]`, or of each expert `[E, in, r]` and `[E, r, out]`; `x @ A @ B` is added."""
+"""A `[in, r]` and B `[r, out]`, or `[E, in, r]` and `[E, r, out]`; `x @ A @ B` is added."""
 
 
 class _Model(NamedTuple):
@@ -252,7 +252,7 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> None:
     """Adds an adapter to a model's weights, in float32 and in place: the plain twin of an engine's slots.
 
     Raises:
-        ConfigError: a weight that it changes is quantized, or its expert axis has replicas; nothing is changed.
+        ConfigError: a weight that it changes is quantized, or has replicas of experts; nothing is changed.
     """
     params = dict(iter_params(model))
     for name, (a, b) in adapter.factors.items():

@@ -478,7 +478,7 @@ class AdaptersConfig(Checked, section="engine.adapters"):
     Attributes:
         slots: adapters that are there at a time; 0: none can be loaded.
         rank: the largest of an adapter.
-        targets: matrices that have slots: of attention, of dense layers and shared experts ("mlp"), of routers
+        targets: matrices with slots: of attention, of dense layers and shared experts ("mlp"), of routers
             and of routed experts. Each costs memory and time for all requests; adapters with others are
             refused.
     """

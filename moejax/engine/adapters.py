@@ -80,7 +80,9 @@ class Adapters:
         """
         with self._lock:
             if name not in self.loaded:
-                raise RequestError(f"options: {unknown('adapter', name, self.loaded)}; LLM.load_adapter loads it")
+                raise RequestError(
+                    f"options: {unknown('adapter', name, self.loaded)}; LLM.load_adapter loads it"
+                )
             self.loaded[name].users.add(request)
             return self.loaded[name]
 
@@ -93,7 +95,9 @@ class Adapters:
             raise ConfigError(f"load_adapter: there is an adapter {name!r}; unload_adapter takes it away")
         adapter = read_adapter(path, self.model)
         if adapter.rank > config.rank:
-            raise ConfigError(f"{path}: rank {adapter.rank} exceeds engine.adapters.rank={config.rank}; raise it")
+            raise ConfigError(
+                f"{path}: rank {adapter.rank} exceeds engine.adapters.rank={config.rank}; raise it"
+            )
         for parameter in adapter.factors.keys() - self.slots.keys():
             raise ConfigError(f"{path}: {parameter} {_why_no_slots(parameter, config)}")
         with self._lock:
@@ -167,8 +171,9 @@ def attach(stage: Decoder, config: AdaptersConfig, place: SingleDevice, *, fill:
         name = path_name(path)
         if isinstance(node, Experts) and "experts" in config.targets:
             node.tokens = tokens
-            node.lora = nnx.Dict({part: StackLora(_declared(getattr(node, part)), *sizes) for part in _PARTS})
-            slots |= {f"{name}.{part}": lora for part, lora in node.lora.items()}
+            stacks = {part: StackLora(_declared(getattr(node, part)), *sizes) for part in _PARTS}
+            node.lora = nnx.Dict(stacks)
+            slots |= {f"{name}.{part}": lora for part, lora in stacks.items()}
         elif isinstance(node, Linear | Router) and _takes(name, node, config):
             node.lora = Lora(_declared(node.kernel), *sizes, tokens)
             slots[f"{name}.kernel"] = node.lora
@@ -193,7 +198,9 @@ def _takes(name: str, node: Linear | Router, config: AdaptersConfig) -> bool:
 
 
 def _declared(weight: Weight) -> ParamSpec:
-    spec: ParamSpec = weight.stands_for if isinstance(weight, QuantizedWeight) else weight.get_metadata("spec")
+    spec: ParamSpec = (
+        weight.stands_for if isinstance(weight, QuantizedWeight) else weight.get_metadata("spec")
+    )
     return spec
 
 

@@ -278,8 +278,8 @@ class LLM:
         return self.get_tokenizer().encode(text)
 
     def score(self, sequences: Sequence[Prompt], *, adapter: str | None = None) -> list[np.ndarray]:
-        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1; by
-        the model with an `adapter` where one is named.
+        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1,
+        by the model with an `adapter` where one is named.
 
         Raises:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
@@ -546,8 +546,8 @@ class LLM:
     # -- LoRA adapters ---------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads a LoRA adapter in PEFT's format, for requests with `RequestOptions(adapter=name)`, while others
-        run and without compiling anything again. Variants of this engine have it, too.
+        """Loads a LoRA adapter in PEFT's format for requests with `RequestOptions(adapter=name)`, while
+        others run and without compiling anything again. Variants of this engine have it, too.
 
         Raises:
             ConfigError: the engine has no slot left (`engine.adapters`) or none for one of its matrices, its
@@ -558,7 +558,8 @@ class LLM:
             self._weights.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Lets no further request have an adapter. Those that have it go on to their end; then its slot is free.
+        """Lets no further request have an adapter. Those that have it go on to their end, which frees its
+        slot.
 
         Raises:
             RequestError: there is none of that name.

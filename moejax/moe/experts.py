@@ -79,7 +79,7 @@ class Experts(nnx.Module):
 
         hidden = F, "expert_mlp"
         self.gate_bias, self.up_bias, self.down_bias = bias(*hidden), bias(*hidden), bias(D, "embed")
-        self.lora: dict[str, StackLora] | None = nnx.data(None)
+        self.lora: nnx.Dict[StackLora] | None = nnx.data(None)
         self.tokens: TokenSlots | None = nnx.data(None)
         self.act, self.swiglu = config.hidden_act, config.expert_swiglu
         self.split = split

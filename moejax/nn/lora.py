@@ -67,8 +67,8 @@ class Lora(nnx.Module):
 
 
 class StackLora(nnx.Module):
-    """A `[E, n + 1, r, in]` and B `[E, n + 1, r, out]` beside a stack `[E, in, out]`; the last slot's are zeros,
-    for tokens without an adapter."""
+    """A `[E, n + 1, r, in]` and B `[E, n + 1, r, out]` beside a stack `[E, in, out]`; the last slot's are
+    zeros, for tokens without an adapter."""
 
     def __init__(self, stack: ParamSpec, slots: int, rank: int) -> None:
         experts, rows, columns = stack.canonical_shape

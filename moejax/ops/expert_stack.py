@@ -24,9 +24,8 @@ class Stack:
         bias: `[E, F]`, added to products with rows.
         implementation: of products with a quantized weight, see `moejax.ops.quantized_matmul`.
         transposed: an array is stored `[E, F, D]`. Codes always are.
-        lora: A `[E, S, r, D]` and B `[E, S, r, F]` of S adapters, whose products are added to an expert's with
-            theirs. To what computes groups of rows the stack then has E·S experts, expert e with adapter s
-            being e·S + s.
+        lora: A `[E, S, r, D]` and B `[E, S, r, F]` of S adapters. To what computes groups of rows the stack
+            then has E·S experts, of which e·S + s adds adapter s's products to those of expert e.
     """
 
     weight: jax.Array | QTensor

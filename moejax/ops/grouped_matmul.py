@@ -231,8 +231,8 @@ def grouped_swiglu_ragged(
     act: Gated,
     split: Names = (),
 ) -> jax.Array:
-    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`, or
-    `[E·S]` with adapters.
+    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`,
+    or `[E·S]` with adapters.
 
     Quantized stacks are dequantized whole, in the rows' dtype.
     """

@@ -102,8 +102,8 @@ class SamplingParams(Checked, error=RequestError):
 
 @dataclass(frozen=True)
 class RequestOptions(Checked, error=RequestError):
-    """What the engine's policy goes by for one request (`engine.policy`), which changes no token, and its LoRA
-    adapter.
+    """What the engine's policy goes by for one request (`engine.policy`), which changes no token, and its
+    LoRA adapter.
 
     Attributes:
         priority: its class under the policy "priority"; small numbers go first.

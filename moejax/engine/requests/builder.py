@@ -274,8 +274,9 @@ class RequestBuilder:
                     f"sequence {i} has {len(ids)} tokens, over the limit of {self.max_model_len}"
                 )
         requests = [self._to_score(ids) for ids in every]
-        for request in requests if adapter is not None else ():
-            request.sequences[0].adapter = self.adapters.claim(adapter, request)
+        if adapter is not None:
+            for request in requests:
+                request.sequences[0].adapter = self.adapters.claim(adapter, request)
         if self.replay is not None:
             self.replay.assign(requests, "sequence")
         return requests
