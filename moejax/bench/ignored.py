@@ -19,6 +19,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
         lambda c: c.engine.adaptive_batching.method != "aimd", "for method=aimd"),
     ("engine.adaptive_batching", "forgetting",
         lambda c: c.engine.adaptive_batching.method != "fitted", "for method=fitted"),
+    ("engine.speculation", "*", lambda c: c.engine.speculation.method == "none", "nothing is drafted"),
+    ("engine.speculation", "max_ngram", lambda c: c.engine.speculation.method != "ngram", "for method=ngram"),
     ("engine.moe", "capacity_factor overflow",
         lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
     ("engine.moe", "grouped_matmul block_rows",

@@ -17,6 +17,7 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
+Drafts = Literal["none", "ngram", "suffix"]
 Buckets = Annotated[
     list[PositiveInt],
     Must(
@@ -166,3 +167,36 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
             if (value := getattr(self, name)) < (other := getattr(self, least)):
                 text = f"{name}={value} is below {least}={other}; raise it or lower {least}"
                 raise ConfigError(f"engine.adaptive_batching.{text}")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig(Checked, section="engine.speculation"):
+    """Speculative decoding (arXiv 2211.17192): drafted tokens are computed in the step that verifies them,
+    and those that the model samples itself are kept; see `moejax.engine.scheduling.speculation`.
+
+    Attributes:
+        method: where drafts come from. "ngram" repeats what followed the newest tokens where the same
+            sequence had them before (prompt lookup decoding); "suffix" what followed them most often, in the
+            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975); "none" drafts
+            nothing.
+        k: most draft tokens of a sequence in a step.
+        min_ngram, max_ngram: newest tokens that must have stood together before, and the most that "ngram"
+            compares.
+    """
+
+    method: Drafts = "none"
+    k: PositiveInt = 4
+    min_ngram: PositiveInt = 2
+    max_ngram: PositiveInt = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_ngram < self.min_ngram:
+            raise ConfigError(
+                f"{self._section}max_ngram={self.max_ngram} is below min_ngram={self.min_ngram}; raise it"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Most draft tokens of a sequence in a step; 0 without a method."""
+        return 0 if self.method == "none" else self.k

@@ -280,6 +280,11 @@ class Engine:
         ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
+        if previous is not None and (self.scheduler.drafts or any(p.drafts for p in previous.plan.groups)):
+            # Drafts continue what the host has read, and are verified before their sequence goes on.
+            if not self._collect(previous):
+                return True
+            previous, ended = None, True
         waiting = self.scheduler.num_waiting
         plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
@@ -366,15 +371,18 @@ class Engine:
             part = list(islice(prompts, chunk.count))
             if chunk.sequence.state is not State.FINISHED:
                 chunk.sequence.owner[0].take_prompt(chunk.start, part)
-        for row, sequence in scheduler.postprocess(plan, result.tokens):
+        taken = scheduler.postprocess(plan, result.tokens)
+        last = {sequence: row for row, sequence in taken}
+        for row, sequence in taken:
             request, index = sequence.owner
-            if request.finished:
-                continue  # failed with another of its samples, just now
+            if request.finished or request.builders[index].finished:
+                continue  # failed with another of its samples, or ended by a stop string, just now
             logprob = result.logprobs[row] if result.logprobs else None
-            if request.take(index, result.tokens[row], logprob, sequence.finish_reason, now):
+            reason = sequence.finish_reason if row == last[sequence] else None
+            if request.take(index, result.tokens[row], logprob, reason, now):
                 scheduler.finish(sequence)  # it may be a stop string, which only the text shows
                 request.close()
-            elif sequence.finish_reason == "error":
+            elif reason == "error":
                 self._end(
                     request,
                     "error",
@@ -391,13 +399,14 @@ class Engine:
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan, scheduler = step.plan, self.scheduler
         decodes = len(plan.decodes) - plan.idle
+        drafts = [draft for group in plan.groups for draft in group.drafts.values()]
         record = StepRecord(
             time=now,
             seconds=now - max(self._last_time, step.launched),
             prefill_tokens=plan.chunk_tokens,
             decode_tokens=decodes,
             padded_tokens=result.padded_tokens,
-            sequences=decodes + len(plan.chunks),
+            sequences=decodes - len(drafts) + len(plan.chunks),
             running=step.running,
             waiting=step.waiting,
             used_blocks=step.used_blocks,
@@ -407,6 +416,8 @@ class Engine:
             left_waiting=step.left_waiting,
             rebalance=self.rebalance(),
             compiled=step.compiled,
+            drafted=len(drafts),
+            accepted=sum(draft.accepted for draft in drafts),
             **step.limits,
         )
         self._last_time = now

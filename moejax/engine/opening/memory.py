@@ -80,7 +80,7 @@ class EngineMemory:
         held = device_memory(model, parallel, self.declared, **sizes)
         # Prompts of all sequences may be fewer tokens than a step takes.
         tokens = min(engine.max_num_batched_tokens, engine.max_num_seqs * cache.max_model_len)
-        rows, tokens = (-(-size // resolved.microbatches) for size in (engine.max_num_seqs, tokens))
+        rows, tokens = (-(-size // resolved.microbatches) for size in (engine.max_rows, tokens))
         formula = step_bytes(
             model, parallel, rows, tokens, blocks=cache.num_blocks, block_size=cache.block_size,
             kv_dtype=cache.dtype, quantized=self.quantized, kernels=resolved.kernels != "xla",

@@ -226,6 +226,7 @@ def _engine_limits(
     check_capture(engine.capture_routing, config)
     check_rebalance(engine.rebalance, parallel, config, jax.process_count())
     _check_preemption(engine, config)
+    _check_speculation(engine, parallel, config)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -309,6 +310,24 @@ def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
         if engine.preemption != "recompute" and holds:
             raise ConfigError(
                 f"engine.preemption={engine.preemption} does not go with {reason}; use recompute"
+            )
+
+
+def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where drafts would leave their traces, or change what others get."""
+    refusals = {
+        "linear attention, whose states cannot be taken back": any(config.linear_layers),
+        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
+            engine.moe.execution == "capacity" and any(config.moe_layers)
+        ),
+        "parallel.exchange_capacity: what is dropped depends on the batch": (
+            parallel.exchange_capacity is not None
+        ),
+    }
+    for reason, holds in refusals.items():
+        if engine.speculation.depth and holds:
+            raise ConfigError(
+                f"engine.speculation.method={engine.speculation.method} does not go with {reason}; use none"
             )
 
 

@@ -22,8 +22,7 @@ from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.scheduler import end_reason
-from moejax.engine.scheduling.sequence import Bias, Sequence, State
+from moejax.engine.scheduling.sequence import Bias, Sequence, State, end_reason
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 

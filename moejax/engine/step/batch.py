@@ -171,9 +171,9 @@ class BatchBuilder:
         replay: the trace that is replayed, where `limits` say so.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
-    all it needs, in its own least mode where there is none; `warm_prompt_logprobs` likewise, by size.
-    With `record_all` every step records its routing; with `counting` every step counts it, whether anybody
-    asked or not, so that one program serves both.
+    all it needs, in its own least mode where there is none; `warm_prompt_logprobs` likewise, by size, and
+    `warm_owners`. With `record_all` every step records its routing; with `counting` every step counts it,
+    whether anybody asked or not, so that one program serves both.
     """
 
     def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
@@ -183,6 +183,7 @@ class BatchBuilder:
         self.replay = replay
         self.warm_modes: list[SamplerMode] = []
         self.warm_prompt_logprobs: list[int] = []
+        self.warm_owners: list[int] = []
         self.record_all = self.counting = False
 
     def key(self, plan: Plan) -> StepKey:
@@ -226,7 +227,7 @@ class BatchBuilder:
             rows=self.buckets.rows_for(len(rows), tokens),
             tokens=self.buckets.tokens_for(computed),
             blocks=self.buckets.segments.ends[segments - 1],
-            owners=1 << (shared - 1).bit_length(),
+            owners=self._owners(1 << (shared - 1).bit_length()),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=self.record_all or self.counting or any(s.record for s in rows),
             prompt_logprobs=self._prompt_logprobs(plan),
@@ -290,6 +291,9 @@ class BatchBuilder:
         least = max((chunk.sequence.prompt_logprobs for chunk in plan.chunks if chunk.scored), default=-1)
         return min((count for count in self.warm_prompt_logprobs if count >= least), default=least)
 
+    def _owners(self, least: int) -> int:
+        return min((count for count in self.warm_owners if count >= least), default=least)
+
     def _compiled(self, least: SamplerMode) -> SamplerMode:
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
@@ -301,13 +305,16 @@ class BatchBuilder:
             s.tokens[p] if p < len(s.tokens) else -1
             for s, p in zip(plan.decodes, plan.positions, strict=True)
         ]
+        for row, draft in plan.drafts.items():
+            views["token"][row] = draft.token
         views["position"][:D] = plan.positions
         views["position"][D:] = -1
         views["rope_len"][:D] = [
             max(s.prompt_len, p + 1) for s, p in zip(plan.decodes, plan.positions, strict=True)
         ]
-        # What a row has generated before: its pending token is the one that this step samples.
-        views["step"][:n] = [s.generated - 1 for s in rows]
+        # What a row has generated before the token that it samples.
+        views["step"][:D] = [p + 1 - s.prompt_len for s, p in zip(plan.decodes, plan.positions, strict=True)]
+        views["step"][D:n] = [s.generated - 1 for s in rows[D:]]
         views["logit"][:D] = range(D)
         views["sample"][:D] = 1
         row, end = D, S
@@ -368,12 +375,14 @@ def _fill_biases(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     for row, s in plan.sampling_rows():
         decodes, column = row < len(plan.decodes), 0
         end = plan.positions[row] if decodes else len(s.tokens)
+        known = [*s.tokens, *plan.drafts[row].tokens] if row in plan.drafts else s.tokens
+        number = end + 2 - s.prompt_len if decodes else s.generated  # of the token that it samples
         for token, value, after, until in s.biases:
             condition = -1
             if after and decodes and end >= s.prompt_len:
                 after, condition = after[:-1], after[-1]
-            output = tuple(s.tokens[max(s.prompt_len, end - len(after)) : end])
-            if output == after and (until is None or s.generated <= until):
+            output = tuple(known[max(s.prompt_len, end - len(after)) : end])
+            if output == after and (until is None or number <= until):
                 views["bias_token"][row, column], values[row, column] = token, value
                 views["bias_if"][row, column] = condition
                 column += 1

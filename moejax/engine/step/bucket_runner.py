@@ -231,6 +231,10 @@ class BucketRunner(ABC):
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
+        seqs, drafts = self.limits.slots, self.config.speculation.depth * (self.limits.kernels == "xla")
+        if drafts:  # whose rows read the blocks of their sequence; one size for any number of them
+            owners = sorted({*owners, 1 << (samples * (1 + drafts) - 1).bit_length()})
+        self.builder.warm_owners = owners
         reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
         self.count_always(record)
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
@@ -241,7 +245,7 @@ class BucketRunner(ABC):
         keys = [
             StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
             for (rows, tokens, segments), sharing, mode, recorded, count in options
-            if tokens or count < 0
+            if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
         ]
         self.compile_ahead(keys)
         for key in keys:

@@ -58,7 +58,7 @@ def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMo
     return SamplerMode(
         greedy=all(p.greedy for p in params),
         filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
-        penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+        penalty=any(p.penalized for p in params),
         logprobs=min(max(logprobs), vocab_size) if logprobs else -1,
     )
 
