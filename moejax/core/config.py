@@ -571,7 +571,7 @@ class EngineConfig(Checked, section="engine"):
                 "engine.adaptive_batching.enabled=true does not go with engine.batching=static, whose "
                 "batches stay as they are; use engine.batching=continuous"
             )
-        if self.speculation.depth and (self.batching == "static" or self.adaptive_batching.enabled):
+        if self.speculation.most and (self.batching == "static" or self.adaptive_batching.enabled):
             other = "batching=static" if self.batching == "static" else "adaptive_batching.enabled=true"
             raise ConfigError(
                 f"engine.speculation.method={self.speculation.method} does not go with engine.{other}, which "
@@ -581,5 +581,5 @@ class EngineConfig(Checked, section="engine"):
     @property
     def max_rows(self) -> int:
         """Most rows of a step that only decodes: one for each sequence and for each of its drafts."""
-        most = self.max_num_seqs * (1 + self.speculation.depth)
+        most = self.max_num_seqs * (1 + self.speculation.most)
         return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))

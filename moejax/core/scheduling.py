@@ -18,6 +18,7 @@ from moejax.core.errors import ConfigError
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
 Drafts = Literal["none", "ngram", "suffix"]
+Depth = Literal["fixed", "utility"]
 Buckets = Annotated[
     list[PositiveInt],
     Must(
@@ -180,12 +181,16 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975); "none" drafts
             nothing.
         k: most draft tokens of a sequence in a step.
+        depth: how many of them are computed: "fixed" all, "utility" as many as make decoding fastest, none at
+            all where that is faster, by what was right before and by what steps take; see
+            `moejax.engine.scheduling.utility`.
         min_ngram, max_ngram: newest tokens that must have stood together before, and the most that "ngram"
             compares.
     """
 
     method: Drafts = "none"
     k: PositiveInt = 4
+    depth: Depth = "fixed"
     min_ngram: PositiveInt = 2
     max_ngram: PositiveInt = 4
 
@@ -197,6 +202,6 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             )
 
     @property
-    def depth(self) -> int:
+    def most(self) -> int:
         """Most draft tokens of a sequence in a step; 0 without a method."""
         return 0 if self.method == "none" else self.k

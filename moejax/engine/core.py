@@ -31,6 +31,7 @@ from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.scheduling.swap import swap_stats
+from moejax.engine.scheduling.utility import StepTimes, Utility
 from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
@@ -61,6 +62,7 @@ class InFlight:
     used_blocks: int
     stored_tokens: int
     limits: dict[str, int]  # of adaptive batching
+    overlapped: bool = False  # launched before the last one's tokens were read
     compiled: bool = False  # something was, in its time
     ended: float | None = None  # when its tokens were first seen to be there
 
@@ -95,6 +97,7 @@ class Engine:
         self.agree: Callable[[int], int] = lambda value: value
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
+        self.times: StepTimes | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.rebalance: Callable[[], RebalanceEvent | None] = lambda: None
@@ -108,6 +111,7 @@ class Engine:
         self._turning = False
         self._aborted: list[tuple[RequestState, FinishReason]] = []  # during a turn
         self._last_time = self.clock()
+        self._delivered: float | None = None  # the last step, if nobody waited in between
 
     def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
         """Queues requests, all or none; in a data-parallel group if that is said.
@@ -234,6 +238,13 @@ class Engine:
         for part in self._parts:
             part.most_running, part.most_prefill = adaptive.running, adaptive.prefill
 
+    def time_steps(self, times: StepTimes) -> None:
+        """Has all data-parallel groups choose by the steps' durations, from now on, what is drafted."""
+        self.times = times
+        for part in self._parts:
+            if part.speculation is not None:
+                part.speculation.utility = Utility(part.speculation.config.k, times)
+
     @property
     def _parts(self) -> list[Scheduler]:
         """The scheduler, or those of the data-parallel groups."""
@@ -280,7 +291,7 @@ class Engine:
         ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
-        if previous is not None and (self.scheduler.drafts or any(p.drafts for p in previous.plan.groups)):
+        if previous is not None and (any(p.drafts for p in previous.plan.groups) or self.scheduler.drafts):
             # Drafts continue what the host has read, and are verified before their sequence goes on.
             if not self._collect(previous):
                 return True
@@ -288,6 +299,7 @@ class Engine:
         waiting = self.scheduler.num_waiting
         plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
+            self._delivered = None
             if not self._held and (wait := self.scheduler.wait_s()):
                 self.sleep(min(wait, _LONGEST_WAIT_S))
                 return True
@@ -297,7 +309,7 @@ class Engine:
         launched = error = None
         if plan is not None:
             try:
-                launched = self._launch(plan, waiting)
+                launched = self._launch(plan, waiting, overlapped=previous is not None)
             except Exception as caught:
                 error = caught
         if launched is not None and launched.compiled and previous is not None and previous.ended is None:
@@ -342,7 +354,7 @@ class Engine:
         self._deliver(step, result)
         return True
 
-    def _launch(self, plan: Plan, waiting: int) -> InFlight:
+    def _launch(self, plan: Plan, waiting: int, overlapped: bool) -> InFlight:
         scheduler, now, compiled = self.scheduler, self.clock(), self.compilations()
         for chunk in plan.chunks:
             if chunk.first and chunk.sequence.owner is not None:
@@ -359,6 +371,7 @@ class Engine:
             scheduler.allocator.num_used,
             scheduler.stored_tokens() if self.on_step else 0,
             self.adaptive.stats() if self.adaptive else {},
+            overlapped,
             self.compilations() > compiled,
         )
 
@@ -428,10 +441,22 @@ class Engine:
             seconds = self.agree(round(1e9 * record.seconds)) / 1e9
             self.adaptive.observe(seconds, max(rows), max(tokens), decodes)
             self.adapt(self.adaptive)
+        if self.times is not None:
+            self._time(step, now, self.times)
         for swap in scheduler.swaps:
             swap.observe(record.seconds, record.prefill_tokens)
         if self.on_step is not None:
             self.on_step(record)
+
+    def _time(self, step: InFlight, now: float, times: StepTimes) -> None:
+        """Takes in the duration of a step that only decoded, by process 0's clock."""
+        seconds = 0.0 if self._delivered is None or step.compiled else now - self._delivered
+        self._delivered = None if self.scheduler.idle else now
+        seconds = self.agree(round(1e9 * seconds)) / 1e9
+        if seconds and not step.plan.chunks:
+            rows = max(len(group.decodes) for group in step.plan.groups)
+            drafts = any(group.drafts for group in step.plan.groups)
+            times.observe(rows, drafts or (self.overlap and not step.overlapped), seconds)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         """Ends the requests of a failed step that may not be retried, and has all others computed anew."""

@@ -7,7 +7,7 @@ that the cases they are about did occur. `alone` is the oracle: a request's toke
 import functools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
+from moejax.engine.scheduling.utility import StepTimes, Utility
 from tests.plain.fake_runner import FakeRunner
 
 VOCAB_SIZE = 1000
@@ -106,6 +107,7 @@ class Limits:
     fail_at: frozenset[int] = frozenset()
     k: int = 0
     right: float = 1.0
+    utility: bool = False
 
 
 class Oracle:
@@ -185,6 +187,11 @@ class HostEngine:
             drafts = speculation(config, Oracle(self.groups, limits.right))
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
         self.scheduler.speculation = drafts
+        self.utility = Utility(limits.k, StepTimes()) if limits.utility else None
+        self.pace: Callable[[int, bool], float] = lambda rows, alone: self.chance.uniform(1, 4)
+        self.chance, self.alone = random.Random(1), deque[bool]()  # of launched steps, in their order
+        if drafts is not None:
+            drafts.utility = self.utility
         if isinstance(self.scheduler, StaticScheduler):
             self.scheduler.starts = limits.starts
         self.runner = FakeRunner(
@@ -291,6 +298,7 @@ class HostEngine:
         launched: tuple[StepPlan, object] | None = None
         if plan:
             try:
+                self.alone.append(self.in_flight is None)
                 launched = plan, self.runner.launch(plan)
             except RuntimeError:
                 self._recover()
@@ -556,6 +564,11 @@ class HostEngine:
         wanted = [(row, s) for row, s in plan.sampling_rows() if s.state is not State.FINISHED]
         taken = self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
         self._check_drafts(plan)
+        alone = self.alone.popleft()
+        if self.utility is not None and not plan.chunks:
+            rows, drafting = len(plan.decodes), bool(plan.drafts) or (self.limits.overlap and alone)
+            self.utility.times.observe(rows, drafting, self.pace(rows, alone))
+            self.events["without drafts, as is faster"] += not self.utility.drafting
         right = [row for row, draft in plan.drafts.items() if draft.accepted]
         wanted = [(row, s) for row, s in wanted if row not in plan.drafts or row in right]
         assert taken == wanted and before == [len(s.tokens) for s in ended]

@@ -1,6 +1,8 @@
 """Speculative decoding on the host: what is drafted, what is kept, and that no defect goes unseen."""
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import NgramProposer, Speculation, SuffixProposer
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of
+from tests.examples import slow_but
 
 
 def sequence(tokens: list[int], prompt_len: int = 1, **fields: Any) -> Sequence:
@@ -129,6 +132,65 @@ def test_drafts_take_free_blocks_only() -> None:
         engine.submit(Ask(3, 6))
     engine.drain()
     assert not engine.events["preemptions"] and engine.events["drafts kept"]
+
+
+# -- as many as pay -----------------------------------------------------------------------------------
+
+
+def seconds_under_utility(pace: Callable[[int, bool], float], right: float, requests: int) -> float:
+    """Returns the time in which requests of 512 tokens decode where `pace` tells that of a step, by its rows
+    beyond one a sequence and by whether it is launched alone."""
+    engine, seconds = HostEngine(Limits(k=4, right=right, utility=True, num_blocks=2_000, overlap=True)), []
+
+    def timed(rows: int, alone: bool) -> float:
+        seconds.append(pace(max(0, rows - requests), alone))
+        return seconds[-1]
+
+    engine.pace = timed
+    for seed in range(requests):
+        engine.submit(Ask(4, 512, seed=seed))
+    engine.drain()
+    return sum(seconds)
+
+
+PAYS = [
+    (right, lonely, each, requests, noise)
+    for right in (0.0, 0.2, 0.5, 0.8, 1.0)
+    for lonely, each in ((0.3, 0.0), (0.3, 0.2), (1.0, 0.5), (0.0, 1.0))
+    for requests in (1, 3)
+    for noise in (0.0, 0.2)
+]
+QUICK = [(0.2, 0.3, 0.2, 1, 0.2), (0.5, 0.3, 0.2, 1, 0.0), (0.8, 0.0, 1.0, 1, 0.0), (1.0, 0.3, 0.0, 1, 0.2)]
+
+
+@pytest.mark.parametrize(("right", "lonely", "each", "requests", "noise"), slow_but(QUICK, PAYS))
+def test_as_many_drafts_as_pay(right: float, lonely: float, each: float, requests: int, noise: float) -> None:
+    """Whatever drafts get right and cost, it takes little more time than the best number of them, and than
+    none, while all would take up to thirteen times as much. There are thirteen sizes to be timed here: an
+    engine pads rows to a few."""
+    gains = [1 + sum(right**place for place in range(1, number + 1)) for number in range(5)]
+    times = [1 + lonely * (n > 0) + requests * each * n for n in range(5)]
+    best = 512 * min(time / gain for time, gain in zip(times, gains, strict=True))
+    chance = random.Random(3)
+
+    def pace(drafts: int, alone: bool) -> float:
+        return (1 + lonely * alone + each * drafts) * chance.uniform(1 - noise, 1 + noise)
+
+    seconds = seconds_under_utility(pace, right, requests)
+    assert seconds <= min(best / (0.92 - noise / 2), 512 / (0.93 - noise / 4))
+
+
+@pytest.mark.parametrize(("first", "then", "least", "most"), [(0.2, 8.0, 250, 330), (8.0, 0.2, 200, 330)])
+def test_a_machine_that_changes_is_timed_anew(first: float, then: float, least: int, most: int) -> None:
+    """Drafts that pay at first do not later, or the other way round: five tokens take 1.2, or 9."""
+    steps: list[float] = []
+
+    def pace(drafts: int, alone: bool) -> float:
+        steps.append(1 + alone * (first if len(steps) < 60 else then))
+        return steps[-1]
+
+    seconds_under_utility(pace, 1.0, 1)
+    assert least < len(steps) < most
 
 
 # -- defects -------------------------------------------------------------------------------------------

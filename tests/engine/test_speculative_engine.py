@@ -174,6 +174,30 @@ def test_a_suffix_remembers_what_was_put_out(variants: Any) -> None:
     assert drafting.stats()["steps"] - before["steps"] < before["steps"] - 5
 
 
+@pytest.mark.parametrize("name", slow_but(["chunked"], ["chunked", "plain_loop", "swapping", "groups"]))
+def test_tokens_are_the_same_however_deep_utility_drafts(name: str, variants: Any) -> None:
+    """Durations at random have it begin and end to draft, and draft more and less, all the time."""
+    plain, _ = variants(name)
+    asked = [[token % plain.config.vocab_size for token in ids] for ids in PROMPTS] * 2
+    params = [dataclasses.replace(each, max_tokens=24) for each in PARAMS] * 2
+    drafting = plain.variant(speculating(CASES[name][1], depth="utility"))
+    want = one_kind(plain, PARAMS).generate(asked, params)
+    told(one_kind(drafting, PARAMS), Known(want, params, 0.8))
+    times, pace, drafts = drafting.engine.times, random.Random(2), list[bool]()
+    assert times is not None
+    observe = times.observe
+
+    def at_random(rows: int, drafting: bool, seconds: float) -> None:
+        drafts.append(drafting)
+        observe(rows, drafting, pace.uniform(1, 4))
+
+    times.observe = at_random  # type: ignore[method-assign]
+    check_equal(drafting.generate(asked, params), want)
+    assert {True, False} <= set(drafts) and drafting.stats()["accepted"] > 0
+    for part in drafting.engine._parts:
+        assert part.idle and part.allocator.num_used == 0
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_warm_up_compiles_what_drafts_need(n: int, variants: Any) -> None:
     plain, _ = variants("chunked")

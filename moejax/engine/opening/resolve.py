@@ -325,7 +325,7 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
         ),
     }
     for reason, holds in refusals.items():
-        if engine.speculation.depth and holds:
+        if engine.speculation.most and holds:
             raise ConfigError(
                 f"engine.speculation.method={engine.speculation.method} does not go with {reason}; use none"
             )

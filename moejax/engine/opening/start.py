@@ -25,6 +25,7 @@ from moejax.engine.scheduling.groups import GroupScheduler, scheduler_of
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
+from moejax.engine.scheduling.utility import StepTimes
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec
@@ -69,6 +70,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     if config.adaptive_batching.enabled:
         method = METHODS[config.adaptive_batching.method]
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
+    if config.speculation.most and config.speculation.depth == "utility":
+        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(rows)))
     if config.preemption == "auto" and not absent:
         seconds = time_to_move(runner)
         for swap in engine.scheduler.swaps:
@@ -179,7 +182,7 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:
     """Returns how many blocks layers with a sliding window have of their own; 0: none."""
     sizes = engine.block_size, engine.max_num_seqs, engine.max_num_batched_tokens, num_blocks
-    return window_blocks(window + engine.speculation.depth, *sizes) if window is not None else 0
+    return window_blocks(window + engine.speculation.most, *sizes) if window is not None else 0
 
 
 def cache_blocks(

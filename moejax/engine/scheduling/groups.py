@@ -176,7 +176,7 @@ def scheduler_of(
             policy,
             WindowAllocator(window[1], config.block_size, window[0]) if window else None,
             SwapSpace(config.preemption, slots, swapped),
-            Speculation(config.speculation) if config.speculation.depth else None,
+            Speculation(config.speculation) if config.speculation.most else None,
         )
         for _ in range(groups)
     ]

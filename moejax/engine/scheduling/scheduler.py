@@ -208,6 +208,8 @@ class Scheduler:
                 self.finish(chunk.sequence)
         if speculation is not None:
             speculation.give_back(plan, self.allocator)
+        if self.speculation is not None:
+            self.speculation.judge(dict.fromkeys(sequence for _, sequence in taken))
         return taken
 
     def take_saves(self) -> list[tuple[int, int]]:
@@ -258,7 +260,7 @@ class Scheduler:
             self.swap.forget(sequence)
         sequence.state = State.FINISHED
         if self.speculation is not None:
-            self.speculation.proposer.ended(sequence)
+            self.speculation.ended(sequence)
         for fork in sequence.forks:
             fork.state = State.FINISHED
         sequence.forks = []

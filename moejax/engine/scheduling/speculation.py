@@ -20,6 +20,7 @@ from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.scheduling.plan import Draft, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.utility import Judged, Utility
 
 PLACES = 32
 """Earlier places of a sequence's newest tokens that a proposer looks at, the newest ones."""
@@ -150,11 +151,15 @@ class Speculation:
 
     Args:
         proposer: where drafts come from; None: what `config` names.
+
+    With `utility` drafts are judged whether they are computed or not, and are computed where that pays.
     """
 
     def __init__(self, config: SpeculationConfig, proposer: Proposer | None = None) -> None:
         self.config = config
         self.proposer = proposer or PROPOSERS[config.method](config)
+        self.utility: Utility | None = None
+        self._accounts: dict[Sequence, Judged] = {}
 
     def depth(self, sequence: Sequence) -> int:
         """Returns how many drafts a sequence may have; none where its logits depend on its outputs' counts,
@@ -165,6 +170,8 @@ class Speculation:
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Tells whether the next step may have drafts: not if it computes prompts."""
         sequences = list(running)
+        if self.utility is not None and not self.utility.worth([*map(self._account, sequences)]):
+            return False
         decode = all(s.length - s.computed == 1 and not s.forks for s in sequences)
         return decode and any(map(self.depth, sequences))
 
@@ -172,12 +179,9 @@ class Speculation:
         self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
     ) -> None:
         """Adds at most `budget` rows of drafts to a plan of decodes, within the blocks that are free."""
-        for sequence, position in list(zip(plan.decodes, plan.positions, strict=True)):
-            if sequence.pending > 1:  # its newest token is on the device alone
-                continue
-            most = min(budget, self.depth(sequence))
-            drafts = tuple(self.proposer.propose(sequence, most)) if most else ()
-            for number in range(1, len(drafts) + 1):
+        decodes = list(zip(plan.decodes, plan.positions, strict=True))
+        for (sequence, position), drafts in zip(decodes, self._proposals(plan.decodes, budget), strict=True):
+            for number in range(1, min(len(drafts), budget) + 1):
                 position += 1
                 try:
                     allocator.append(sequence.blocks, position)
@@ -191,6 +195,48 @@ class Speculation:
                 sequence.computed += 1
                 sequence.pending += 1
                 budget -= 1
+
+    def _proposals(self, sequences: Items[Sequence], budget: int) -> list[tuple[int, ...]]:
+        """Returns the drafts of each sequence; none where its newest token is on the device alone."""
+        if self.utility is None:
+            return [self._propose(s) if s.pending == 1 else () for s in sequences]
+        accounts = [*map(self._account, sequences)]
+        if any(s.pending > 1 for s in sequences) or not self.utility.worth(accounts):
+            return [()] * len(sequences)
+        found = [*map(self._propose, sequences)]
+        for sequence, account, drafts in zip(sequences, accounts, found, strict=True):
+            if not account.open:
+                account.begin(sequence.tokens, drafts)
+        chances = [account.chances(len(drafts)) for account, drafts in zip(accounts, found, strict=True)]
+        counts = self.utility.choose(chances, budget)
+        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
+
+    def _propose(self, sequence: Sequence) -> tuple[int, ...]:
+        most = self.depth(sequence)
+        return tuple(self.proposer.propose(sequence, most)) if most else ()
+
+    def _account(self, sequence: Sequence) -> Judged:
+        account = self._accounts.get(sequence)
+        if account is None:
+            assert self.utility is not None
+            account = self._accounts[sequence] = Judged(self.config.k, self.utility.all)
+        return account
+
+    def judge(self, sequences: Iterable[Sequence]) -> None:
+        """Sets what was proposed for sequences beside the tokens that they have now."""
+        if self.utility is None:
+            return
+        for sequence in sequences:
+            if sequence.state is not State.FINISHED:
+                account = self._account(sequence)
+                account.see(sequence.tokens)
+                if not account.open and not self.utility.drafting and self.depth(sequence):
+                    account.begin(sequence.tokens, self._propose(sequence))
+
+    def ended(self, sequence: Sequence) -> None:
+        """Takes note that a sequence has ended."""
+        self.proposer.ended(sequence)
+        self._accounts.pop(sequence, None)
 
     def take_back(self, plan: StepPlan) -> None:
         """Has a plan's drafts count as neither computed nor sampled, until they are found to be right."""

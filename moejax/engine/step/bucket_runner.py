@@ -231,7 +231,7 @@ class BucketRunner(ABC):
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
-        seqs, drafts = self.limits.slots, self.config.speculation.depth * (self.limits.kernels == "xla")
+        seqs, drafts = self.limits.slots, self.config.speculation.most * (self.limits.kernels == "xla")
         if drafts:  # whose rows read the blocks of their sequence; one size for any number of them
             owners = sorted({*owners, 1 << (samples * (1 + drafts) - 1).bit_length()})
         self.builder.warm_owners = owners

@@ -157,5 +157,5 @@ def _up_to(sizes: tuple[int, ...] | list[int], limit: int) -> tuple[int, ...]:
 
 def _with_drafts(rows: tuple[int, ...], config: EngineConfig) -> tuple[int, ...]:
     """Returns numbers of sequences, and of rows where each of so many has all its drafts."""
-    each = 1 + config.speculation.depth
+    each = 1 + config.speculation.most
     return tuple(sorted({*rows, *(min(size * each, config.max_rows) for size in rows)}))
