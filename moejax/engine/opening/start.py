@@ -71,7 +71,7 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         method = METHODS[config.adaptive_batching.method]
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
-        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(rows)))
+        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
     if config.preemption == "auto" and not absent:
         seconds = time_to_move(runner)
         for swap in engine.scheduler.swaps:
