@@ -18,6 +18,7 @@ from moejax.core.errors import ConfigError
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
 Drafts = Literal["none", "ngram", "suffix"]
+Acceptance = Literal["coupled", "rejection"]
 Buckets = Annotated[
     list[PositiveInt],
     Must(
@@ -180,12 +181,17 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975); "none" drafts
             nothing.
         k: most draft tokens of a sequence in a step.
+        acceptance: "coupled" keeps a draft that is the token that the engine would sample without drafts, so
+            that tokens are the same at every temperature; "rejection" keeps one with the probability that
+            the model gives it, and else samples one of the others: tokens of the same law, and more drafts
+            are kept where the temperature is high. Greedy requests are the same under both.
         min_ngram, max_ngram: newest tokens that must have stood together before, and the most that "ngram"
             compares.
     """
 
     method: Drafts = "none"
     k: PositiveInt = 4
+    acceptance: Acceptance = "coupled"
     min_ngram: PositiveInt = 2
     max_ngram: PositiveInt = 4
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from moejax import (
     LLM,
@@ -18,14 +20,14 @@ from moejax import (
     SpeculationConfig,
 )
 from moejax.core.config import ModelConfig, PrefixCacheConfig
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.sampler import common_mode
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight, tokens
-from tests.engine.tiny import VOCAB, main_config, small_config, windowed_config
+from tests.engine.tiny import VOCAB, FullForward, log_softmax, main_config, small_config, windowed_config
 from tests.engine.traces import computed, experts, places
 from tests.examples import slow_but
 from tests.model_shapes import LATENT, SINKS
@@ -153,6 +155,61 @@ def test_tokens_are_those_without_drafts(name: str, variants: Any) -> None:
     for part in drafting.engine._parts:
         part.check_integrity()
         assert part.idle and part.allocator.num_used == 0
+
+
+class Hashed:
+    """Drafts tokens that seem random, and always the same after the same: some are likely, some are not."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        return [hash((i, *sequence.tokens)) % 8 for i in range(most)]
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+
+@pytest.mark.slow
+def test_by_rejection_tokens_follow_the_model() -> None:
+    """Two tokens' frequencies against their probabilities, enumerated over the one before them."""
+    asked, params = [3, 1, 4], SamplingParams(max_tokens=4, top_k=6, n=32, ignore_eos=True, logprobs=0)
+    engine = tight(max_num_seqs=32, max_num_batched_tokens=96, num_blocks=64, seq_buckets=[96])
+    engine = speculating(dataclasses.replace(engine, block_buckets=[64]), k=2, acceptance="rejection")
+    llm = LLM(small_config(vocab_size=8, eos_token_ids=()), load_format="dummy", engine=engine)
+    many = [dataclasses.replace(params, seed=1000 * i) for i in range(48)]
+    told(one_kind(llm, many[:1]), Hashed()).runner.builder.warm_owners = [128]
+    outs = llm.generate([asked] * len(many), many)
+    forward, want = FullForward(llm.model, 8), np.zeros((8, 8))
+
+    def law(*after: int) -> np.ndarray:
+        logits = forward.logits([*asked, *after])[-1].astype(np.float64)
+        p = np.exp(logits) * (logits >= np.sort(logits)[-6])
+        return p / p.sum()
+
+    for first, p in enumerate(law()):
+        for second, q in enumerate(law(first)):
+            want[second] += p * q * law(first, second)
+    samples = [sample for out in outs for sample in out.outputs]
+    got = np.zeros((8, 8))
+    for sample in samples:
+        got[sample.token_ids[1], sample.token_ids[2]] += 1
+    possible = want > 0
+    assert not got[~possible].any()
+    assert stats.chisquare(got[possible], len(samples) * want[possible]).pvalue > 1e-3
+    # What is told of tokens is what the model gives them, and about one of six is a draft that was kept.
+    logits = forward.logits([*asked, *samples[0].token_ids])[2:6]
+    mine = [log_softmax(row)[token] for row, token in zip(logits, samples[0].token_ids, strict=True)]
+    np.testing.assert_allclose([x.logprob for x in samples[0].logprobs or []], mine, atol=1e-4)
+    counts = llm.stats()
+    assert 0.05 < counts["accepted"] / counts["drafted"] < 0.3
+
+
+def test_by_rejection_no_request_can_be_moved() -> None:
+    """What it samples depends on what was drafted for it here; a greedy one's tokens are as ever."""
+    rejecting = speculating(TIGHT, acceptance="rejection")
+    llm = LLM(small_config(), load_format="dummy", engine=rejecting)
+    plain = llm.variant(TIGHT)
+    want = plain.generate(PROMPTS[:2], greedy(12))
+    check_equal(told(llm, Known(want, [greedy(12)] * 2)).generate(PROMPTS[:2], greedy(12)), want)
+    with pytest.raises(RequestError, match="acceptance=rejection"):
+        llm.interrupt("0")
 
 
 def test_an_ngram_is_kept_where_text_repeats_itself(variants: Any) -> None:

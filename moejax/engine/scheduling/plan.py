@@ -62,6 +62,7 @@ class StepPlan:
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
         min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
         drafts: of the decodes those that continue others of their sequence in this step, by row.
+        judged: the draft that a row's sampled token must be for the next one's to count, by row.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -76,6 +77,7 @@ class StepPlan:
     idle: int = 0
     min_tokens: int = 0
     drafts: dict[int, Draft] = field(default_factory=dict)
+    judged: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,9 @@
 
 The sampler's noise depends on a request's seed and number of tokens alone, so that a row whose draft is right
 samples what plain decoding would (Gumbel coupling, arXiv 2408.07978): tokens are the same at every
-temperature, however many drafts were right.
+temperature, however many drafts were right. With `acceptance=rejection` a row samples
+the next row's draft with the probability that the model gives it (`moejax.engine.step.sampler.draw_or_keep`);
+what is kept is decided in the same way.
 """
 
 from collections import Counter, defaultdict
@@ -172,7 +174,7 @@ class Speculation:
         self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
     ) -> None:
         """Adds at most `budget` rows of drafts to a plan of decodes, within the blocks that are free."""
-        for sequence, position in list(zip(plan.decodes, plan.positions, strict=True)):
+        for row, (sequence, position) in enumerate(list(zip(plan.decodes, plan.positions, strict=True))):
             if sequence.pending > 1:  # its newest token is on the device alone
                 continue
             most = min(budget, self.depth(sequence))
@@ -185,7 +187,8 @@ class Speculation:
                     break
                 if windows is not None:
                     windows.grow(sequence.window_blocks, position + 1)
-                plan.drafts[len(plan.decodes)] = Draft(drafts[:number])
+                plan.judged[row], row = drafts[number - 1], len(plan.decodes)
+                plan.drafts[row] = Draft(drafts[:number])
                 plan.decodes.append(sequence)
                 plan.positions.append(position)
                 sequence.computed += 1

@@ -49,6 +49,7 @@ class Batch(NamedTuple):
         window: the same of layers with a sliding window, where these have blocks of their own.
         sampling: the rows' parameters, None for a greedy step without penalties.
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
+        draft: int32 `[S]`, the draft that a row's token is to be, -1 for none; only with `mode.rejection`.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
             this step), `seen_as` `[S]` (the row that has seen what it has, a fork's parent) and `prompt_len`
             `[S]`; only with penalties, and the last three with chunks where sequences have states.
@@ -71,6 +72,7 @@ class Batch(NamedTuple):
     bias_token: jax.Array | None
     bias_value: jax.Array | None
     bias_if: jax.Array | None
+    draft: jax.Array | None
     chunk_row: jax.Array | None
     fresh: jax.Array | None
     seen_as: jax.Array | None
@@ -107,6 +109,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes["chunk_row"] = (T,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
+    if key.mode.rejection:
+        shapes["draft"] = (S,)
     if key.prompt_logprobs >= 0:
         shapes["target"] = (T,)
     if limits.replay is not None:
@@ -261,6 +265,10 @@ class BatchBuilder:
             _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
+        if key.mode.rejection:
+            views["draft"][:] = -1
+            for row, token in plan.judged.items():
+                views["draft"][row] = token
         if self.replay is not None:
             self.replay.fill(views, plan, key.rows)
 

@@ -185,7 +185,7 @@ def finish(
     if batch.bias_token is not None:
         assert batch.bias_value is not None and batch.bias_if is not None
         biased = add_biases(logits, batch.bias_token, batch.bias_value, batch.bias_if, token)
-    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased)
+    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased, batch.draft)
     prompt = None
     if key.prompt_logprobs >= 0:
         assert batch.target is not None
