@@ -17,7 +17,7 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
-Drafts = Literal["none", "ngram", "suffix"]
+Drafts = Literal["none", "ngram", "suffix", "self_experts", "self_layers"]
 Acceptance = Literal["coupled", "rejection"]
 Buckets = Annotated[
     list[PositiveInt],
@@ -178,7 +178,9 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     Attributes:
         method: where drafts come from. "ngram" repeats what followed the newest tokens where the same
             sequence had them before (prompt lookup decoding); "suffix" what followed them most often, in the
-            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975); "none" drafts
+            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975). The model itself
+            drafts token by token on its own cache with "self_experts", sending each to fewer experts, and
+            with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). "none" drafts
             nothing.
         k: most draft tokens of a sequence in a step.
         acceptance: "coupled" keeps a draft that is the token that the engine would sample without drafts, so
@@ -187,6 +189,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             are kept where the temperature is high. Greedy requests are the same under both.
         min_ngram, max_ngram: newest tokens that must have stood together before, and the most that "ngram"
             compares.
+        experts: experts that "self_experts" sends a token to; None: half of the model's.
+        layers: first layers that "self_layers" runs; None: half of the model's.
     """
 
     method: Drafts = "none"
@@ -194,6 +198,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     acceptance: Acceptance = "coupled"
     min_ngram: PositiveInt = 2
     max_ngram: PositiveInt = 4
+    experts: PositiveInt | None = None
+    layers: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,3 +212,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     def depth(self) -> int:
         """Most draft tokens of a sequence in a step; 0 without a method."""
         return 0 if self.method == "none" else self.k
+
+    @property
+    def on_device(self) -> bool:
+        """Tells whether a model drafts, and the host learns of its drafts when they are verified."""
+        return self.method in ("self_experts", "self_layers")

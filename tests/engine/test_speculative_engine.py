@@ -1,6 +1,7 @@
 """With speculative decoding the engine gives the tokens that it gives without, whatever is drafted."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -166,15 +167,53 @@ class Hashed:
     def ended(self, sequence: Sequence) -> None: ...
 
 
+ENDLESS = [each for each in PARAMS if not each.stop_token_ids]
+SELF = list(itertools.product(["self_experts", "self_layers"], set(CASES) - {"pipeline"}))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    ("method", "name"), slow_but([("self_experts", "preempting"), ("self_layers", "prefixes")], sorted(SELF))
+)
+def test_a_model_that_drafts_whole_is_always_right(method: Any, name: str, variants: Any) -> None:
+    """So that its drafts find in the cache what they should, wherever their sequence has been before; and
+    one that drafts reduced changes no token."""
+    plain, _ = variants(name)
+    model, engine = plain.config, CASES[name][1]
+    asked = [[token % model.vocab_size for token in ids] for ids in PROMPTS[: len(ENDLESS)]]
+    want = one_kind(plain, ENDLESS).generate(asked, ENDLESS)
+    fields = {
+        "self_experts": ("experts", model.num_experts_per_tok),
+        "self_layers": ("layers", model.num_layers),
+    }
+    field, whole = fields[method]
+    for count in (whole, whole - 1):
+        if not count:
+            continue
+        drafting = one_kind(plain.variant(speculating(engine, method, **{field: count})), ENDLESS)
+        check_equal(drafting.generate(asked, ENDLESS), want)
+        stats = drafting.stats()
+        assert stats["drafted"] > 20 and (stats["preemptions"] > 0) == (
+            engine.num_blocks == SCARCE.num_blocks
+        )
+        assert (stats["accepted"] == stats["drafted"]) == (count == whole)
+        for part in drafting.engine._parts:
+            part.check_integrity()
+            assert part.idle and part.allocator.num_used == 0
+
+
 @pytest.mark.slow
-def test_by_rejection_tokens_follow_the_model() -> None:
+@pytest.mark.parametrize("method", ["ngram", "self_experts"])
+def test_by_rejection_tokens_follow_the_model(method: str) -> None:
     """Two tokens' frequencies against their probabilities, enumerated over the one before them."""
     asked, params = [3, 1, 4], SamplingParams(max_tokens=4, top_k=6, n=32, ignore_eos=True, logprobs=0)
     engine = tight(max_num_seqs=32, max_num_batched_tokens=96, num_blocks=64, seq_buckets=[96])
-    engine = speculating(dataclasses.replace(engine, block_buckets=[64]), k=2, acceptance="rejection")
+    engine = speculating(dataclasses.replace(engine, block_buckets=[64]), method, k=2, acceptance="rejection")
     llm = LLM(small_config(vocab_size=8, eos_token_ids=()), load_format="dummy", engine=engine)
     many = [dataclasses.replace(params, seed=1000 * i) for i in range(48)]
-    told(one_kind(llm, many[:1]), Hashed()).runner.builder.warm_owners = [128]
+    one_kind(llm, many[:1]).runner.builder.warm_owners = [128]
+    if method == "ngram":
+        told(llm, Hashed())
     outs = llm.generate([asked] * len(many), many)
     forward, want = FullForward(llm.model, 8), np.zeros((8, 8))
 
@@ -193,12 +232,12 @@ def test_by_rejection_tokens_follow_the_model() -> None:
     possible = want > 0
     assert not got[~possible].any()
     assert stats.chisquare(got[possible], len(samples) * want[possible]).pvalue > 1e-3
-    # What is told of tokens is what the model gives them, and about one of six is a draft that was kept.
+    # What is told of tokens is what the model gives them, and a sixth of random drafts are kept.
     logits = forward.logits([*asked, *samples[0].token_ids])[2:6]
     mine = [log_softmax(row)[token] for row, token in zip(logits, samples[0].token_ids, strict=True)]
     np.testing.assert_allclose([x.logprob for x in samples[0].logprobs or []], mine, atol=1e-4)
     counts = llm.stats()
-    assert 0.05 < counts["accepted"] / counts["drafted"] < 0.3
+    assert (0.05 if method == "ngram" else 0.15) < counts["accepted"] / counts["drafted"] < 0.35
 
 
 def test_by_rejection_no_request_can_be_moved() -> None:
@@ -231,16 +270,29 @@ def test_a_suffix_remembers_what_was_put_out(variants: Any) -> None:
     assert drafting.stats()["steps"] - before["steps"] < before["steps"] - 5
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_warm_up_compiles_what_drafts_need(n: int, variants: Any) -> None:
+@pytest.mark.parametrize(("n", "method"), [(1, "ngram"), (2, "ngram"), (2, "self_experts")])
+def test_a_warm_up_compiles_what_drafts_need(n: int, method: str, variants: Any) -> None:
     plain, _ = variants("chunked")
     engine = tight(max_num_batched_tokens=16, strict_compile=True, seq_buckets=None, token_buckets=None)
     params = [greedy(12, n=n)] * 4
     want = plain.generate(PROMPTS[:4], params)
-    drafting = told(plain.variant(speculating(engine)), Known(want, params, 0.6))
+    drafting = plain.variant(speculating(engine, method))
+    if method == "ngram":
+        told(drafting, Known(want, params, 0.6))
     drafting.warmup(max_total_len=32, sampling_params=params)
     check_equal(drafting.generate(PROMPTS[:4], params), want)  # a step that is not compiled would fail
     assert drafting.stats()["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_words_of_several_tokens_are_not_drafted_past(llm: LLM) -> None:
+    """The device compares the newest token alone with what must stand before one that is forbidden."""
+    text = llm.generate([prompt(6)], greedy(16))[0].outputs[0].text
+    params = greedy(16, bad_words=(text[2:5], text[6:7]), min_tokens=4, ignore_eos=False)
+    drafting = llm.variant(speculating(llm.engine_config, "self_experts"))
+    for each, drafts in ((params, False), (dataclasses.replace(params, bad_words=()), True)):
+        check_equal(drafting.generate([prompt(6)], each), llm.generate([prompt(6)], each))
+        assert (drafting.stats()["drafted"] > 0) == drafts
 
 
 def test_stop_strings_end_within_drafts(llm: LLM) -> None:
@@ -264,8 +316,16 @@ def test_stop_strings_end_within_drafts(llm: LLM) -> None:
     assert_clean(drafting)
 
 
-@pytest.mark.parametrize("name", slow_but(["chunked"], ["chunked", "prefixes", "pipeline"]))
-def test_captured_routing_is_that_without_drafts(name: str, variants: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    slow_but(
+        [("chunked", "ngram")],
+        [*itertools.product(["chunked", "prefixes"], ["ngram", "self_experts"]), ("pipeline", "ngram")],
+    ),
+)
+def test_captured_routing_is_that_without_drafts(
+    name: str, method: str, variants: Any, tmp_path: Path
+) -> None:
     """A wrong draft's token is in no trace, and a replayed trace gives its tokens with drafts, too."""
     plain, _ = variants(name)
     engine = dataclasses.replace(CASES[name][1], overlap=False)
@@ -274,8 +334,13 @@ def test_captured_routing_is_that_without_drafts(name: str, variants: Any, tmp_p
     params = [greedy(10, n=1), *[greedy(10)] * (len(asked) - 1)]
     capturing = plain.variant(dataclasses.replace(engine, capture_routing=True))
     want = capturing.generate(asked, params)
-    drafting = plain.variant(speculating(dataclasses.replace(engine, capture_routing=True)))
-    got = told(drafting, Known(want, params, 0.6)).generate(asked, params)
+
+    def drafter(**fields: Any) -> LLM:
+        llm = plain.variant(speculating(dataclasses.replace(engine, **fields), method))
+        return told(llm, Known(want, params, 0.6)) if method == "ngram" else llm
+
+    drafting = drafter(capture_routing=True)
+    got = drafting.generate(asked, params)
     trace, plain_trace = drafting.routing_capture(), capturing.routing_capture()
     assert tokens(got) == tokens(want) and drafting.stats()["accepted"] < drafting.stats()["drafted"]
     assert set(places(trace)) == computed(got) and experts(trace) == experts(plain_trace)
@@ -283,8 +348,7 @@ def test_captured_routing_is_that_without_drafts(name: str, variants: Any, tmp_p
         assert len(places(trace)) == len(places(plain_trace))
     if name == "chunked":
         trace.save(path := tmp_path / "routing.npz")
-        replaying = plain.variant(speculating(dataclasses.replace(engine, replay_routing=str(path))))
-        assert tokens(told(replaying, Known(want, params, 0.6)).generate(asked, params)) == tokens(want)
+        assert tokens(drafter(replay_routing=str(path)).generate(asked, params)) == tokens(want)
 
 
 def test_an_abort_with_drafts_in_flight_leaves_nothing(variants: Any) -> None:
@@ -314,6 +378,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no drafts": (lambda: SpeculationConfig(method="ngram", k=0), "engine.speculation.k must be"),
     "unknown": (lambda: SpeculationConfig(method="eagle"), "engine.speculation.method"),
     "ngrams": (lambda: SpeculationConfig(max_ngram=1), "max_ngram=1 is below min_ngram=2"),
+    "experts": (
+        lambda: LLM(
+            small_config(), load_format="dummy", engine=speculating(TIGHT, "self_experts", experts=9)
+        ),
+        "the model has 2 experts a token, and engine.speculation.experts=9; lower it",
+    ),
+    "layers": (
+        lambda: LLM(small_config(), load_format="dummy", engine=speculating(TIGHT, "self_layers", layers=2)),
+        "the model has 1 layers, and engine.speculation.layers=2; lower it",
+    ),
     "linear": (
         lambda: LLM(FAMILIES["minimax"], load_format="dummy", engine=speculating(MESH_ENGINE)),
         "engine.speculation.method=ngram does not go with linear attention",

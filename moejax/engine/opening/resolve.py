@@ -314,8 +314,23 @@ def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
 
 
 def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
-    """Raises `ConfigError` where drafts would leave their traces, or change what others get."""
+    """Raises `ConfigError` where drafts would leave their traces, or change what others get, and for what
+    the model has too few of to draft."""
+    speculation = engine.speculation
+    counts = {
+        "experts": (config.num_experts_per_tok if any(config.moe_layers) else 0, "experts a token"),
+        "layers": (config.num_layers, "layers"),
+    }
+    for name, (count, words) in counts.items():
+        if speculation.method == f"self_{name}" and (getattr(speculation, name) or 1) > count:
+            raise ConfigError(
+                f"engine.speculation.method=self_{name}: the model has {count} {words}, and "
+                f"engine.speculation.{name}={getattr(speculation, name)}; lower it, or use another method"
+            )
     refusals = {
+        f"parallel.pp={parallel.pp}, whose stages would draft one after another": (
+            speculation.on_device and parallel.pp > 1
+        ),
         "linear attention, whose states cannot be taken back": any(config.linear_layers),
         "engine.moe.execution=capacity: what an expert drops depends on the batch": (
             engine.moe.execution == "capacity" and any(config.moe_layers)
@@ -325,9 +340,9 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
         ),
     }
     for reason, holds in refusals.items():
-        if engine.speculation.depth and holds:
+        if speculation.depth and holds:
             raise ConfigError(
-                f"engine.speculation.method={engine.speculation.method} does not go with {reason}; use none"
+                f"engine.speculation.method={speculation.method} does not go with {reason}; use none"
             )
 
 

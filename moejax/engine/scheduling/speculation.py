@@ -1,4 +1,4 @@
-"""Speculative decoding on the host: drafts, their rows of a step, and which of them were right. No JAX here.
+"""Speculative decoding as the host sees it: drafts, their rows of a step, and which were right. No JAX here.
 
     tokens       p p o o                 known on the host
     rows               o d d d           one computes the newest token, one each of its drafts
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.core.scheduling import SpeculationConfig
-from moejax.engine.scheduling.plan import Draft, StepPlan
+from moejax.engine.scheduling.plan import UNKNOWN, Draft, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 
 PLACES = 32
@@ -139,11 +139,25 @@ class SuffixProposer(NgramProposer):
         self._outputs[1].extend([*sequence.tokens[sequence.prompt_len :], _END])
 
 
+class OnDevice:
+    """Leaves it to the runner to draft."""
+
+    def __init__(self, config: SpeculationConfig) -> None: ...
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        # Of what must stand before a biased token the device compares the newest alone.
+        return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+
 _END = -1  # no token: what follows it is another output
 
 PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
+    "self_experts": OnDevice,
+    "self_layers": OnDevice,
 }
 
 
@@ -187,8 +201,9 @@ class Speculation:
                     break
                 if windows is not None:
                     windows.grow(sequence.window_blocks, position + 1)
-                plan.judged[row], row = drafts[number - 1], len(plan.decodes)
-                plan.drafts[row] = Draft(drafts[:number])
+                plan.judged[row] = draft = Draft(drafts[:number])
+                row = len(plan.decodes)
+                plan.drafts[row] = draft
                 plan.decodes.append(sequence)
                 plan.positions.append(position)
                 sequence.computed += 1

@@ -13,7 +13,7 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Plan, draft_plans
 from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger, Program
@@ -76,7 +76,7 @@ class PlannedSteps:
     def reset(self) -> None: ...
 
     def launch(self, plan: Plan) -> StepResult:
-        self.keys[self.builder.key(plan)] = None
+        self.keys |= dict.fromkeys(map(self.builder.key, (*draft_plans(plan), plan)))
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
     def save(self, plan: Plan) -> None: ...
@@ -142,6 +142,7 @@ class BucketRunner(ABC):
             queries=queries,
             window=cache.window,
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
+            drafter=config.speculation if config.speculation.on_device else None,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
@@ -171,11 +172,11 @@ class BucketRunner(ABC):
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
-        sampled = jax.tree.map(lambda x: _of_groups(x, batch.rows), output.sampled)
+        sampled = jax.tree.map(lambda x: of_groups(x, batch.rows), output.sampled)
         logprobs = None if batch.logprobs is None else read_logprobs(sampled, batch.logprobs)
         prompt = None
         if batch.prompt_logprobs is not None:
-            told = jax.tree.map(lambda x: _of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
+            told = jax.tree.map(lambda x: of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
             prompt = read_logprobs(told, batch.prompt_logprobs)
         return StepResult(sampled.tokens.tolist(), logprobs, prompt, self.groups * (key.rows + key.tokens))
 
@@ -247,6 +248,9 @@ class BucketRunner(ABC):
             for (rows, tokens, segments), sharing, mode, recorded, count in options
             if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
         ]
+        if self.limits.drafter is not None:
+            alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
+            keys += dict.fromkeys(map(self.builder.drafting, alone))
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
@@ -287,7 +291,7 @@ def is_sampled(output: PagedOutput) -> bool:
     return isinstance(tokens, np.ndarray) or tokens.is_ready()
 
 
-def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
+def of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
     """Returns the first `counts[g]` rows of each group g's equal share of the rows."""
     rows = np.asarray(x)
     each = len(rows) // len(counts)

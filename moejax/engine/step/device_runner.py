@@ -15,10 +15,10 @@ from moejax.cache.segments import SegmentLayout
 from moejax.cache.store import BlockStore
 from moejax.core.config import CacheKind, EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Plan, draft_plans
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
 from moejax.engine.step.batch import layout
-from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
+from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled, of_groups
 from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import CacheSpec, StepKey
@@ -61,7 +61,7 @@ class DeviceRunner(BucketRunner):
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
         store_slots: blocks of each group that the host's store has room for.
 
-    `last` is int32, each slot's newest token.
+    `last` is that of `DeviceState`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DeviceRunner(BucketRunner):
             pool.reset()
         self.store.reset()
         self._writing.clear()
-        self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
+        self.last = self.place.zeros((self.limits.places,), jnp.int32)
         self._seen: jax.Array | None = None
 
     def launch(self, plan: Plan) -> Launched:
@@ -146,6 +146,8 @@ class DeviceRunner(BucketRunner):
         self.copy_blocks(plan)
         if self.store_slots and self.pool.host_reads:
             self._writing.append(plan.groups[0].written(self.limits.block_size))
+        for drafts in draft_plans(plan):
+            self._run(*self.builder.build(drafts))
         key, buffer = self.builder.build(plan)
         return Launched(key, Rows.of(plan, key, self.capture), self._run(key, buffer))
 
@@ -246,6 +248,12 @@ class DeviceRunner(BucketRunner):
             self._writing.popleft()
         self.store.settle()
         result = self._result(key, handle.batch, output)
+        if output.decoded is not None:
+            decoded = iter(of_groups(output.decoded, handle.batch.rows).tolist())
+            for part in handle.batch.plan.groups:
+                for row, token in zip(range(len(part.decodes)), decoded, strict=False):
+                    if row in part.drafts:
+                        part.drafts[row].tokens = (*part.drafts[row].tokens[:-1], token)
         self._add_counts("prefill" if key.tokens else "decode", handle.batch, output)
         if self.capture is not None:
             self.capture.next_step()
@@ -286,7 +294,7 @@ class DeviceRunner(BucketRunner):
         vocab_size = self.functions.config.vocab_size
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
         states = self.pool.make_states(struct)
-        state = DeviceState(tuple(pages), states, struct((slots,), jnp.int32), seen)
+        state = DeviceState(tuple(pages), states, struct((self.limits.places,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:
