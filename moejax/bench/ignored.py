@@ -27,6 +27,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
         lambda c: c.engine.speculation.method != "self_experts", "for method=self_experts"),
     ("engine.speculation", "layers",
         lambda c: c.engine.speculation.method != "self_layers", "for method=self_layers"),
+    ("engine.speculation", "draft", lambda c: c.engine.speculation.method != "draft", "for method=draft"),
     ("engine.moe", "capacity_factor overflow",
         lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
     ("engine.moe", "grouped_matmul block_rows",

@@ -17,7 +17,7 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
-Drafts = Literal["none", "ngram", "suffix", "self_experts", "self_layers"]
+Drafts = Literal["none", "ngram", "suffix", "self_experts", "self_layers", "draft"]
 Acceptance = Literal["coupled", "rejection"]
 Buckets = Annotated[
     list[PositiveInt],
@@ -180,8 +180,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             sequence had them before (prompt lookup decoding); "suffix" what followed them most often, in the
             sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975). The model itself
             drafts token by token on its own cache with "self_experts", sending each to fewer experts, and
-            with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). "none" drafts
-            nothing.
+            with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). With "draft"
+            another model does, whose cache follows the model's; "none" drafts nothing.
         k: most draft tokens of a sequence in a step.
         acceptance: "coupled" keeps a draft that is the token that the engine would sample without drafts, so
             that tokens are the same at every temperature; "rejection" keeps one with the probability that
@@ -191,6 +191,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             compares.
         experts: experts that "self_experts" sends a token to; None: half of the model's.
         layers: first layers that "self_layers" runs; None: half of the model's.
+        draft: the model of "draft", a folder or a shipped model's name, of any family with the same
+            vocabulary. It has the model's dtype, devices and blocks, and random weights where the model has.
     """
 
     method: Drafts = "none"
@@ -200,12 +202,18 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     max_ngram: PositiveInt = 4
     experts: PositiveInt | None = None
     layers: PositiveInt | None = None
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_ngram < self.min_ngram:
             raise ConfigError(
                 f"{self._section}max_ngram={self.max_ngram} is below min_ngram={self.min_ngram}; raise it"
+            )
+        if self.method == "draft" and not self.draft:
+            raise ConfigError(
+                f"{self._section}method=draft needs a model; name its folder, or a shipped one, in "
+                f"{self._section}draft"
             )
 
     @property
@@ -216,4 +224,4 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     @property
     def on_device(self) -> bool:
         """Tells whether a model drafts, and the host learns of its drafts when they are verified."""
-        return self.method in ("self_experts", "self_layers")
+        return self.method in ("self_experts", "self_layers", "draft")

@@ -28,7 +28,15 @@ from moejax.engine.step.sampler import common_mode
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight, tokens
-from tests.engine.tiny import VOCAB, FullForward, log_softmax, main_config, small_config, windowed_config
+from tests.engine.tiny import (
+    VOCAB,
+    FullForward,
+    log_softmax,
+    main_config,
+    small_config,
+    windowed_config,
+    write_model,
+)
 from tests.engine.traces import computed, experts, places
 from tests.examples import slow_but
 from tests.model_shapes import LATENT, SINKS
@@ -96,7 +104,7 @@ def check_equal(got: list[RequestOutput], want: list[RequestOutput]) -> None:
 
 PREFIXED = dataclasses.replace(SCARCE, prefix_cache=PrefixCacheConfig(enabled=True, place="device"))
 STORED = dataclasses.replace(PREFIXED, prefix_cache=PrefixCacheConfig(enabled=True, place="host"))
-WINDOWS = windowed_config().replace(**SINKS, sliding_windows=(5, None), num_kv_heads=4)
+WINDOWS = main_config(**SINKS, sliding_windows=(5, None), num_kv_heads=4, intermediate_size=16)
 
 CASES: dict[str, tuple[ModelConfig, EngineConfig, str, dict[str, Any]]] = {
     "chunked": (small_config(), TIGHT, "auto", {}),
@@ -168,35 +176,41 @@ class Hashed:
 
 
 ENDLESS = [each for each in PARAMS if not each.stop_token_ids]
-SELF = list(itertools.product(["self_experts", "self_layers"], set(CASES) - {"pipeline"}))
+BY_MODELS = itertools.product(
+    ["self_experts", "self_layers", "draft"], [name for name in CASES if name != "pipeline"]
+)
+OTHERS = {VOCAB: windowed_config(), 97: FAMILIES["glm4_moe"]}
 
 
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
-    ("method", "name"), slow_but([("self_experts", "preempting"), ("self_layers", "prefixes")], sorted(SELF))
+    ("method", "name"),
+    slow_but([("self_experts", "preempting"), ("self_layers", "prefixes"), ("draft", "latent")], BY_MODELS),
 )
-def test_a_model_that_drafts_whole_is_always_right(method: Any, name: str, variants: Any) -> None:
+def test_a_model_that_drafts_as_it_verifies_is_always_right(
+    method: Any, name: str, variants: Any, tmp_path: Path
+) -> None:
     """So that its drafts find in the cache what they should, wherever their sequence has been before; and
-    one that drafts reduced changes no token."""
+    what another model drafts, or a part of it, changes no token."""
     plain, _ = variants(name)
     model, engine = plain.config, CASES[name][1]
-    asked = [[token % model.vocab_size for token in ids] for ids in PROMPTS[: len(ENDLESS)]]
+    vocab, experts, layers = model.vocab_size, model.num_experts_per_tok, model.num_layers
+    asked = [[token % vocab for token in ids] for ids in PROMPTS[: len(ENDLESS)]]
     want = one_kind(plain, ENDLESS).generate(asked, ENDLESS)
-    fields = {
-        "self_experts": ("experts", model.num_experts_per_tok),
-        "self_layers": ("layers", model.num_layers),
-    }
-    field, whole = fields[method]
-    for count in (whole, whole - 1):
-        if not count:
-            continue
-        drafting = one_kind(plain.variant(speculating(engine, method, **{field: count})), ENDLESS)
+    fields: list[dict[str, Any]] = {
+        "self_experts": [{"experts": experts}, {"experts": experts - 1}],
+        "self_layers": [{"layers": layers}, {"layers": layers - 1}][:layers],
+        "draft": [{"draft": tmp_path / "same"}, {"draft": tmp_path / "other"}],
+    }[method]
+    if method == "draft":
+        for folder, config in zip(("same", "other"), (model, OTHERS[vocab]), strict=True):
+            write_model(tmp_path / folder, config, tokenizer=False)
+    for field, same in zip(fields, (True, False), strict=False):
+        drafting = one_kind(plain.variant(speculating(engine, method, **field)), ENDLESS)
         check_equal(drafting.generate(asked, ENDLESS), want)
         stats = drafting.stats()
-        assert stats["drafted"] > 20 and (stats["preemptions"] > 0) == (
-            engine.num_blocks == SCARCE.num_blocks
-        )
-        assert (stats["accepted"] == stats["drafted"]) == (count == whole)
+        assert stats["drafted"] > 20 and (stats["accepted"] == stats["drafted"]) == same
+        assert (stats["preemptions"] > 0) == (engine.num_blocks == SCARCE.num_blocks)
         for part in drafting.engine._parts:
             part.check_integrity()
             assert part.idle and part.allocator.num_used == 0
@@ -378,6 +392,27 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no drafts": (lambda: SpeculationConfig(method="ngram", k=0), "engine.speculation.k must be"),
     "unknown": (lambda: SpeculationConfig(method="eagle"), "engine.speculation.method"),
     "ngrams": (lambda: SpeculationConfig(max_ngram=1), "max_ngram=1 is below min_ngram=2"),
+    "no draft": (
+        lambda: SpeculationConfig(method="draft"),
+        "needs a model; name its folder, or a shipped one",
+    ),
+    "draft": (
+        lambda: LLM(small_config(), load_format="dummy", engine=speculating(TIGHT, "draft", draft="nowhere")),
+        "engine.speculation.draft: model.path: unknown model 'nowhere'",
+    ),
+    "vocabulary": (
+        lambda: LLM(small_config(), load_format="dummy", engine=speculating(TIGHT, "draft", draft="tiny")),
+        "engine.speculation.draft=tiny has a vocabulary of 512 tokens, and the model one of 320",
+    ),
+    "stages": (
+        lambda: LLM(
+            FAMILIES["qwen3_moe"],
+            load_format="dummy",
+            engine=speculating(MESH_ENGINE, "self_layers"),
+            parallel=ParallelConfig(pp=2),
+        ),
+        "does not go with parallel.pp=2, whose stages would draft one after another",
+    ),
     "experts": (
         lambda: LLM(
             small_config(), load_format="dummy", engine=speculating(TIGHT, "self_experts", experts=9)

@@ -66,6 +66,7 @@ class ResolvedEngine:
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
         resolutions: what was decided, and why.
+        draft: the other model that drafts, if one does.
     """
 
     parallel: ParallelConfig
@@ -92,6 +93,7 @@ class ResolvedEngine:
     microbatches: int
     replay: RoutingReplay | None
     resolutions: list[Resolution]
+    draft: "ResolvedEngine | None" = None
 
     def variant(self, engine: EngineConfig) -> "ResolvedEngine":
         """Returns the same model with the same weights behind another engine.
@@ -107,7 +109,7 @@ class ResolvedEngine:
             )
         limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
         policy = make_policy(engine, jax.process_count())
-        return dataclasses.replace(self, engine=engine, policy=policy, **limits)
+        return _with_draft(dataclasses.replace(self, engine=engine, policy=policy, **limits))
 
 
 def resolve(
@@ -186,7 +188,7 @@ def resolve(
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))
-    return ResolvedEngine(
+    resolved = ResolvedEngine(
         parallel=parallel,
         engine=engine,
         quant=quant,
@@ -207,6 +209,45 @@ def resolve(
         resolutions=resolutions,
         **limits,
     )
+    return _with_draft(resolved)
+
+
+def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
+    """Returns it with the model that drafts for it, if another one is to.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such model, or not one whose drafts the other can verify.
+    """
+    engine, vocab = resolved.engine, resolved.config.vocab_size
+    name = engine.speculation.draft
+    if engine.speculation.method != "draft" or name is None:
+        return dataclasses.replace(resolved, draft=None)
+    alone = EngineConfig(
+        **{
+            field: getattr(engine, field)
+            for field in ("platform", "kernels", "moe", "block_size", "compile_cache")
+        },
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        num_blocks=engine.num_blocks,
+        max_model_len=resolved.max_model_len,
+    )
+    quant, seed = QuantConfig(kv_cache=resolved.quant.kv_cache), resolved.seed
+    form = "dummy" if resolved.source is None else "auto"
+    try:
+        draft = resolve(name, resolved.config.dtype, resolved.parallel, alone, quant, seed, form)
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"engine.speculation.draft: {error}") from error
+    refusals = {
+        f"a vocabulary of {draft.config.vocab_size} tokens, and the model one of {vocab}": (
+            draft.config.vocab_size != vocab
+        ),
+        "linear attention, whose states cannot be taken back": any(draft.config.linear_layers),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise ConfigError(f"engine.speculation.draft={name} has {reason}; name another model")
+    return dataclasses.replace(resolved, draft=draft)
 
 
 def _engine_limits(

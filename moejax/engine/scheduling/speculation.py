@@ -158,6 +158,7 @@ PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
     "suffix": SuffixProposer,
     "self_experts": OnDevice,
     "self_layers": OnDevice,
+    "draft": OnDevice,
 }
 
 

@@ -25,7 +25,7 @@ from moejax.engine.scheduling.plan import UNKNOWN, Draft, Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step import attention_kernels, attention_xla
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.limits import DRAFTS, FOLLOWS, Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.engine.step.tables import BlockTables
 from moejax.moe.router import Replay
@@ -237,7 +237,7 @@ class BatchBuilder:
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=self.record_all or self.counting or any(s.record for s in rows),
             prompt_logprobs=self._prompt_logprobs(plan),
-            draft=plan.drafting > 0,
+            draft=DRAFTS if plan.drafting else 0,
         )
 
     def common(self, keys: Items[StepKey]) -> StepKey:
@@ -255,7 +255,11 @@ class BatchBuilder:
         mode = key.mode._replace(penalty=False, logprobs=-1)
         if self.limits.drafter.acceptance == "rejection":
             mode = SamplerMode(biases=mode.biases)
-        return key._replace(mode=mode, record=False, draft=True)
+        return key._replace(mode=mode, record=False, draft=DRAFTS)
+
+    def following(self, key: StepKey) -> StepKey:
+        """Returns the step that only stores keys and values where another one samples, too."""
+        return key._replace(mode=SamplerMode(), record=False, prompt_logprobs=-1, draft=FOLLOWS)
 
     def _fill(self, buffer: np.ndarray, plan: StepPlan, key: StepKey, tables: list[BlockTables]) -> None:
         """Writes a plan into its part of the buffer, all zero before."""

@@ -101,8 +101,12 @@ class BucketRunner(ABC):
         place: the devices. Slots, blocks and buckets are each data-parallel group's.
         store_slots: blocks of each group that the host's store has room for.
 
+    `drafter` is the runner of another model that drafts, and this one's its `leader`; None without.
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
+
+    leader: Any = None
+    drafter: Any = None
 
     def __init__(
         self,
@@ -250,7 +254,10 @@ class BucketRunner(ABC):
         ]
         if self.limits.drafter is not None:
             alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
-            keys += dict.fromkeys(map(self.builder.drafting, alone))
+            if self.leader is not None:
+                keys = list(dict.fromkeys(map(self.builder.following, keys)))
+            if self.drafter is None:
+                keys += dict.fromkeys(map(self.builder.drafting, alone))
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
@@ -261,6 +268,8 @@ class BucketRunner(ABC):
         for z in range(counts[-1] if self.store_slots else 0):
             self._mover(z, True)
             self._mover(z, False)
+        if self.drafter is not None:
+            self.drafter.warmup(max_total_len, modes, samples=samples)
 
     def count_always(self, count: bool) -> None:
         """Has steps count their routing unasked, or no more; on one group only, where it sends nothing."""

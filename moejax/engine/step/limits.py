@@ -26,6 +26,9 @@ class CacheSpec(NamedTuple):
     window_blocks: int = 0
 
 
+DRAFTS, FOLLOWS = 1, 2
+
+
 class StepKey(NamedTuple):
     """Shape bucket and options of a compiled step.
 
@@ -37,7 +40,7 @@ class StepKey(NamedTuple):
         record: whether expert counts are returned.
         prompt_logprobs: likeliest tokens reported with the log-probability of each chunk token's next one;
             -1 where neither is.
-        draft: whether it drafts, with a reduced model.
+        draft: `DRAFTS` if it makes drafts, `FOLLOWS` if it only has another model's cache follow; 0 else.
     """
 
     rows: int
@@ -47,7 +50,7 @@ class StepKey(NamedTuple):
     mode: SamplerMode
     record: bool
     prompt_logprobs: int
-    draft: bool = False
+    draft: int = 0
 
 
 class Limits(NamedTuple):

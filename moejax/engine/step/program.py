@@ -11,7 +11,7 @@ from moejax.cache.pool import PagedCache, Pages, States
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
-from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.limits import FOLLOWS, Limits, StepKey
 from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
@@ -116,7 +116,9 @@ class PagedFunctions(ModelFunctions):
         pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))
         state = state._replace(pages=pages, states=cache.states + state.states[L:])
         if key.draft:
-            return finish(model, x, batch, token, state, key)[0], PagedOutput(None, None, None, None)
+            if key.draft != FOLLOWS:
+                state, *_ = finish(model, x, batch, token, state, key)
+            return state, PagedOutput(None, None, None, None)
         counts = overflow = None
         if key.record:
             counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
