@@ -89,7 +89,8 @@ def told(llm: LLM, proposer: Any) -> LLM:
 def one_kind(llm: LLM, params: list[SamplingParams]) -> LLM:
     """The same engine, whose steps all do what any of the requests needs: few programs."""
     modes = [llm.builder.mode(each, llm.builder.biases(each)) for each in params]
-    llm.runner.builder.warm_modes, llm.runner.builder.warm_owners = [common_mode(modes)], [2, 16]
+    for runner in filter(None, (llm.runner, llm.runner.drafter)):
+        runner.builder.warm_modes, runner.builder.warm_owners = [common_mode(modes)], [2, 16]
     return llm
 
 
@@ -176,44 +177,41 @@ class Hashed:
 
 
 ENDLESS = [each for each in PARAMS if not each.stop_token_ids]
-BY_MODELS = itertools.product(
-    ["self_experts", "self_layers", "draft"], [name for name in CASES if name != "pipeline"]
-)
 OTHERS = {VOCAB: windowed_config(), 97: FAMILIES["glm4_moe"]}
+BY_MODELS = [
+    (method, name, same)
+    for method in ("self_experts", "self_layers", "draft")
+    for name, (model, *_) in CASES.items()
+    for same in (True, False)
+    if name != "pipeline" and (same or (method, model.num_layers) != ("self_layers", 1))
+]
 
 
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
-    ("method", "name"),
-    slow_but([("self_experts", "preempting"), ("self_layers", "prefixes"), ("draft", "latent")], BY_MODELS),
+    ("method", "name", "same"),
+    slow_but([("self_layers", "prefixes", True), ("draft", "preempting", True)], BY_MODELS),
 )
 def test_a_model_that_drafts_as_it_verifies_is_always_right(
-    method: Any, name: str, variants: Any, tmp_path: Path
+    method: Any, name: str, same: bool, variants: Any, tmp_path: Path
 ) -> None:
     """So that its drafts find in the cache what they should, wherever their sequence has been before; and
     what another model drafts, or a part of it, changes no token."""
     plain, _ = variants(name)
     model, engine = plain.config, CASES[name][1]
-    vocab, experts, layers = model.vocab_size, model.num_experts_per_tok, model.num_layers
-    asked = [[token % vocab for token in ids] for ids in PROMPTS[: len(ENDLESS)]]
+    asked = [[token % model.vocab_size for token in ids] for ids in PROMPTS[: len(ENDLESS)]]
     want = one_kind(plain, ENDLESS).generate(asked, ENDLESS)
-    fields: list[dict[str, Any]] = {
-        "self_experts": [{"experts": experts}, {"experts": experts - 1}],
-        "self_layers": [{"layers": layers}, {"layers": layers - 1}][:layers],
-        "draft": [{"draft": tmp_path / "same"}, {"draft": tmp_path / "other"}],
-    }[method]
-    if method == "draft":
-        for folder, config in zip(("same", "other"), (model, OTHERS[vocab]), strict=True):
-            write_model(tmp_path / folder, config, tokenizer=False)
-    for field, same in zip(fields, (True, False), strict=False):
-        drafting = one_kind(plain.variant(speculating(engine, method, **field)), ENDLESS)
-        check_equal(drafting.generate(asked, ENDLESS), want)
-        stats = drafting.stats()
-        assert stats["drafted"] > 20 and (stats["accepted"] == stats["drafted"]) == same
-        assert (stats["preemptions"] > 0) == (engine.num_blocks == SCARCE.num_blocks)
-        for part in drafting.engine._parts:
-            part.check_integrity()
-            assert part.idle and part.allocator.num_used == 0
+    fields: dict[str, Any] = {"experts": model.num_experts_per_tok, "layers": model.num_layers}
+    fields = {field: count if same else count - 1 or None for field, count in fields.items()}
+    fields["draft"] = write_model(tmp_path, model if same else OTHERS[model.vocab_size], tokenizer=False)
+    drafting = one_kind(plain.variant(speculating(engine, method, **fields)), ENDLESS)
+    check_equal(drafting.generate(asked, ENDLESS), want)
+    stats = drafting.stats()
+    assert stats["drafted"] > 20 and (stats["accepted"] == stats["drafted"]) == same
+    assert (stats["preemptions"] > 0) == (engine.num_blocks == SCARCE.num_blocks)
+    for part in drafting.engine._parts:
+        part.check_integrity()
+        assert part.idle and part.allocator.num_used == 0
 
 
 @pytest.mark.slow
@@ -284,18 +282,24 @@ def test_a_suffix_remembers_what_was_put_out(variants: Any) -> None:
     assert drafting.stats()["steps"] - before["steps"] < before["steps"] - 5
 
 
-@pytest.mark.parametrize(("n", "method"), [(1, "ngram"), (2, "ngram"), (2, "self_experts")])
-def test_a_warm_up_compiles_what_drafts_need(n: int, method: str, variants: Any) -> None:
+@pytest.mark.parametrize(
+    ("n", "method"),
+    slow_but(
+        [(1, "ngram"), (2, "self_experts")], itertools.product([1, 2], ["ngram", "self_experts", "draft"])
+    ),
+)
+def test_a_warm_up_compiles_what_drafts_need(n: int, method: str, variants: Any, tmp_path: Path) -> None:
     plain, _ = variants("chunked")
     engine = tight(max_num_batched_tokens=16, strict_compile=True, seq_buckets=None, token_buckets=None)
     params = [greedy(12, n=n)] * 4
     want = plain.generate(PROMPTS[:4], params)
-    drafting = plain.variant(speculating(engine, method))
+    folder = write_model(tmp_path / "draft", windowed_config(), tokenizer=False)
+    drafting = plain.variant(speculating(engine, method, draft=folder))
     if method == "ngram":
         told(drafting, Known(want, params, 0.6))
     drafting.warmup(max_total_len=32, sampling_params=params)
     check_equal(drafting.generate(PROMPTS[:4], params), want)  # a step that is not compiled would fail
-    assert drafting.stats()["accepted"] > 0
+    assert drafting.stats()["drafted"] > 0 and (method == "draft" or drafting.stats()["accepted"] > 0)
 
 
 @pytest.mark.slow
@@ -402,7 +406,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "vocabulary": (
         lambda: LLM(small_config(), load_format="dummy", engine=speculating(TIGHT, "draft", draft="tiny")),
-        "engine.speculation.draft=tiny has a vocabulary of 512 tokens, and the model one of 320",
+        "engine.speculation.draft=tiny has a vocabulary of 2048 tokens, and the model one of 320",
     ),
     "stages": (
         lambda: LLM(
@@ -417,11 +421,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: LLM(
             small_config(), load_format="dummy", engine=speculating(TIGHT, "self_experts", experts=9)
         ),
-        "the model has 2 experts a token, and engine.speculation.experts=9; lower it",
+        "engine.speculation.experts=9: a token of the model goes through 2 experts; lower it",
     ),
     "layers": (
         lambda: LLM(small_config(), load_format="dummy", engine=speculating(TIGHT, "self_layers", layers=2)),
-        "the model has 1 layers, and engine.speculation.layers=2; lower it",
+        "engine.speculation.layers=2: a token of the model goes through 1 layers; lower it",
     ),
     "linear": (
         lambda: LLM(FAMILIES["minimax"], load_format="dummy", engine=speculating(MESH_ENGINE)),

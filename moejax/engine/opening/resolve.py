@@ -222,16 +222,9 @@ def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
     name = engine.speculation.draft
     if engine.speculation.method != "draft" or name is None:
         return dataclasses.replace(resolved, draft=None)
-    alone = EngineConfig(
-        **{
-            field: getattr(engine, field)
-            for field in ("platform", "kernels", "moe", "block_size", "compile_cache")
-        },
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        num_blocks=engine.num_blocks,
-        max_model_len=resolved.max_model_len,
-    )
+    shared = ("platform", "kernels", "moe", "block_size", "compile_cache", "max_num_seqs", "autotune")
+    fields = {field: getattr(engine, field) for field in (*shared, "max_num_batched_tokens")}
+    alone = EngineConfig(max_model_len=resolved.max_model_len, **fields)
     quant, seed = QuantConfig(kv_cache=resolved.quant.kv_cache), resolved.seed
     form = "dummy" if resolved.source is None else "auto"
     try:
@@ -359,14 +352,14 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
     the model has too few of to draft."""
     speculation = engine.speculation
     counts = {
-        "experts": (config.num_experts_per_tok if any(config.moe_layers) else 0, "experts a token"),
-        "layers": (config.num_layers, "layers"),
+        "experts": config.num_experts_per_tok if any(config.moe_layers) else 0,
+        "layers": config.num_layers,
     }
-    for name, (count, words) in counts.items():
-        if speculation.method == f"self_{name}" and (getattr(speculation, name) or 1) > count:
+    for name, count in counts.items():
+        if speculation.method == f"self_{name}" and (asked := getattr(speculation, name) or 1) > count:
             raise ConfigError(
-                f"engine.speculation.method=self_{name}: the model has {count} {words}, and "
-                f"engine.speculation.{name}={getattr(speculation, name)}; lower it, or use another method"
+                f"engine.speculation.{name}={asked}: a token of the model goes through {count} {name}; lower "
+                "it, or use another engine.speculation.method"
             )
     refusals = {
         f"parallel.pp={parallel.pp}, whose stages would draft one after another": (

@@ -1,5 +1,6 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -78,7 +79,7 @@ class DeviceRunner(BucketRunner):
         store_slots: int = 0,
         leader: "DeviceRunner | None" = None,
     ) -> None:
-        self.leader = leader
+        self.leader = None if leader is None else weakref.proxy(leader)  # a circle would keep its weights
         self.drafter: DeviceRunner | None = None
         self._last: jax.Array
         self.place = place or SingleDevice()
