@@ -11,7 +11,7 @@ from moejax.cache.allocator import BlockAllocator, OutOfBlocks
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling import speculation
-from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.plan import UNKNOWN, Draft, GroupPlan, StepPlan, draft_plans
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import NgramProposer, Speculation, SuffixProposer
 from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of
@@ -132,6 +132,21 @@ def test_drafts_take_free_blocks_only() -> None:
         engine.submit(Ask(3, 6))
     engine.drain()
     assert not engine.events["preemptions"] and engine.events["drafts kept"]
+
+
+def test_drafts_of_a_runner_are_made_one_after_another_for_all_groups() -> None:
+    one, other, third = (sequence([5, 6, 7]) for _ in range(3))
+    known = StepPlan([one, one], [2, 3], drafts={1: Draft((4,))})
+    assert draft_plans(known) == []
+    drafts = {2: Draft((UNKNOWN,)), 3: Draft((UNKNOWN, UNKNOWN)), 4: Draft((UNKNOWN,))}
+    first = StepPlan([one, other, one, one, other], [2, 2, 3, 4, 3], drafts=drafts)
+    second = StepPlan([third], [2])
+    (alone, again), both = draft_plans(first), draft_plans(GroupPlan([first, second]))
+    assert (alone.decodes, alone.groups[0].positions, alone.groups[0].drafts) == ([one, other], [2, 2], {})
+    assert (again.decodes, again.groups[0].positions) == ([one], [3])
+    assert again.groups[0].drafts == {0: Draft((UNKNOWN,))}  # it decodes the first
+    assert [part.drafting for plan in both for part in plan.groups] == [1, 1, 2, 2]
+    assert [plan.groups[0] for plan in both] == [alone, again] and not any(p.groups[1].decodes for p in both)
 
 
 # -- as many as pay -----------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ from jax.experimental import multihost_utils
 from moejax.cache.pool import BlockPool
 from moejax.core.config import EngineConfig
 from moejax.engine.pipeline.microbatches import Part, split_plan
-from moejax.engine.pipeline.stage import Stage, StageLedger
+from moejax.engine.pipeline.stage import Stage
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
@@ -109,7 +109,7 @@ class PipelineRunner(BucketRunner):
                 functions,
                 config,
                 cache,
-                StageLedger(ledger, i),
+                PartLedger(ledger, f"stage {i}"),
                 kernels,
                 replay,
                 place=place,

@@ -33,6 +33,10 @@ class Chunk:
         return min(self.count, max(0, sequence.prompt_len - 1 - self.start)) * (sequence.prompt_logprobs >= 0)
 
 
+UNKNOWN = -1
+"""Stands for a draft that the runner makes at launch, and puts in its place when it collects the step."""
+
+
 @dataclass(slots=True)
 class Draft:
     """The token that a row decodes before it is known, the last of `tokens`, which follow the sequence's;
@@ -62,6 +66,8 @@ class StepPlan:
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
         min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
         drafts: of the decodes those that continue others of their sequence in this step, by row.
+        judged: the draft that a row's sampled token must be for the next one's to count, by row.
+        drafting: the number of the draft that the rows make, for this step's runner alone; 0: they sample.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -76,6 +82,8 @@ class StepPlan:
     idle: int = 0
     min_tokens: int = 0
     drafts: dict[int, Draft] = field(default_factory=dict)
+    judged: dict[int, Draft] = field(default_factory=dict)
+    drafting: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -158,3 +166,19 @@ class GroupPlan:
 
 Plan = StepPlan | GroupPlan
 """A step's plan as the loop and runners read it."""
+
+
+def draft_plans(plan: Plan) -> list[Plan]:
+    """Returns the steps that make a plan's unknown drafts, in order: each decodes the token before them."""
+    numbers = {len(d.tokens) for part in plan.groups for d in part.drafts.values() if d.token == UNKNOWN}
+    plans: list[Plan] = []
+    for number in sorted(numbers):
+        parts = [StepPlan(drafting=number) for _ in plan.groups]
+        for part, whole in zip(parts, plan.groups, strict=True):
+            rows = [row for row, draft in whole.drafts.items() if len(draft.tokens) == number]
+            part.decodes = [whole.decodes[row] for row in rows]
+            part.positions = [whole.positions[row] - 1 for row in rows]
+            if number > 1:
+                part.drafts = {i: Draft((UNKNOWN,) * (number - 1)) for i in range(len(rows))}
+        plans.append(parts[0] if len(parts) == 1 else GroupPlan(parts))
+    return plans

@@ -1,4 +1,4 @@
-"""Speculative decoding on the host: drafts, their rows of a step, and which of them were right. No JAX here.
+"""Speculative decoding as the host sees it: drafts, their rows of a step, and which were right. No JAX here.
 
     tokens       p p o o                 known on the host
     rows               o d d d           one computes the newest token, one each of its drafts
@@ -7,7 +7,9 @@
 
 The sampler's noise depends on a request's seed and number of tokens alone, so that a row whose draft is right
 samples what plain decoding would (Gumbel coupling, arXiv 2408.07978): tokens are the same at every
-temperature, however many drafts were right.
+temperature, however many drafts were right. With `acceptance=rejection` a row samples
+the next row's draft with the probability that the model gives it (`moejax.engine.step.sampler.draw_or_keep`);
+what is kept is decided in the same way.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +20,7 @@ from typing import Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.core.scheduling import SpeculationConfig
-from moejax.engine.scheduling.plan import Draft, StepPlan
+from moejax.engine.scheduling.plan import UNKNOWN, Draft, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.utility import Judged, Utility
 
@@ -138,11 +140,26 @@ class SuffixProposer(NgramProposer):
         self._outputs[1].extend([*sequence.tokens[sequence.prompt_len :], _END])
 
 
+class OnDevice:
+    """Leaves it to the runner to draft."""
+
+    def __init__(self, config: SpeculationConfig) -> None: ...
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        # Of what must stand before a biased token the device compares the newest alone.
+        return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+
 _END = -1  # no token: what follows it is another output
 
 PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
+    "self_experts": OnDevice,
+    "self_layers": OnDevice,
+    "draft": OnDevice,
 }
 
 
@@ -180,7 +197,8 @@ class Speculation:
     ) -> None:
         """Adds at most `budget` rows of drafts to a plan of decodes, within the blocks that are free."""
         decodes = list(zip(plan.decodes, plan.positions, strict=True))
-        for (sequence, position), drafts in zip(decodes, self._proposals(plan.decodes, budget), strict=True):
+        found = self._proposals(plan.decodes, budget)
+        for row, ((sequence, position), drafts) in enumerate(zip(decodes, found, strict=True)):
             for number in range(1, min(len(drafts), budget) + 1):
                 position += 1
                 try:
@@ -189,7 +207,9 @@ class Speculation:
                     break
                 if windows is not None:
                     windows.grow(sequence.window_blocks, position + 1)
-                plan.drafts[len(plan.decodes)] = Draft(drafts[:number])
+                plan.judged[row] = draft = Draft(drafts[:number])
+                row = len(plan.decodes)
+                plan.drafts[row] = draft
                 plan.decodes.append(sequence)
                 plan.positions.append(position)
                 sequence.computed += 1
