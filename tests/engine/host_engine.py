@@ -17,7 +17,6 @@ from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
 from moejax.core.scheduling import SchedulingConfig, SpeculationConfig
-from moejax.engine.requests.api import RequestOptions, SamplingParams
 from moejax.engine.requests.builder import roots_of
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import POLICIES, Policy
@@ -27,9 +26,9 @@ from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
 from moejax.engine.scheduling.utility import StepTimes, Utility
+from tests.engine.asks import VOCAB_SIZE, Ask, Group, Oracle
 from tests.plain.fake_runner import FakeRunner
 
-VOCAB_SIZE = 1000
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 
 
@@ -43,46 +42,6 @@ def decodes_of(plan: StepPlan | None) -> list[int]:
     """Orders of a plan's decodes."""
     assert plan is not None
     return [sequence.order for sequence in plan.decodes]
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below`
-    ends a sample."""
-
-    prompt_len: int
-    max_tokens: int = 4
-    n: int = 1
-    stop_below: int = 0
-    score: bool = False
-    first: int = 0
-    seed: int = 0
-    salt: int | None = 0
-    looked_up: bool = True
-    options: RequestOptions = field(default_factory=RequestOptions)
-
-    def sequence(self, order: int) -> Sequence:
-        """The first sample; its forks are the others."""
-        prompt = list(range(self.first, self.first + self.prompt_len))
-        params = SamplingParams(max_tokens=self.max_tokens, n=self.n)
-        samples = [
-            Sequence(
-                tokens=list(prompt),
-                prompt_len=self.prompt_len,
-                params=params,
-                max_length=self.prompt_len + (0 if self.score else self.max_tokens),
-                order=order + index,
-                seed=self.seed + index,
-                stop_ids=range(self.stop_below),
-                score=self.score,
-                identity=self.salt,
-                not_looked_up=None if self.looked_up and not self.score else "a test's",
-                options=self.options,
-            )
-            for index in range(self.n)
-        ]
-        samples[0].forks = samples[1:]
-        return samples[0]
 
 
 @dataclass(frozen=True)
@@ -108,39 +67,6 @@ class Limits:
     k: int = 0
     right: float = 1.0
     utility: bool = False
-
-
-class Oracle:
-    """Drafts the tokens that each sequence gets alone; each is right with a probability, and what follows a
-    wrong one may be what follows the right one."""
-
-    def __init__(self, groups: list["Group"], right: float) -> None:
-        self.groups, self.right, self.chance = groups, right, random.Random(0)
-
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        (group,) = (group for group in self.groups if sequence in group.samples)
-        expected = alone(group.ask)[group.samples.index(sequence)]
-        follow = expected[len(sequence.tokens) : len(sequence.tokens) + most]
-        return [t if self.chance.random() < self.right else (t + 1) % VOCAB_SIZE for t in follow]
-
-    def ended(self, sequence: Sequence) -> None: ...
-
-
-@dataclass(eq=False)
-class Group:
-    """A submitted request and its samples."""
-
-    ask: Ask
-    samples: list[Sequence]
-    aborted: set[int] = field(default_factory=set)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [sample.tokens for sample in self.samples]
-
-    @property
-    def live(self) -> bool:
-        return any(sample.state is not State.FINISHED for sample in self.samples)
 
 
 class HostEngine:
@@ -184,7 +110,7 @@ class HostEngine:
         drafts = None
         if limits.k:
             config = SpeculationConfig(method="ngram", k=limits.k)
-            drafts = speculation(config, Oracle(self.groups, limits.right))
+            drafts = speculation(config, Oracle(self.groups, alone, limits.right))
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
         self.scheduler.speculation = drafts
         self.utility = Utility(limits.k, StepTimes()) if limits.utility else None

@@ -14,7 +14,8 @@ from moejax.engine.scheduling import speculation
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, GroupPlan, StepPlan, draft_plans
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import NgramProposer, Speculation, SuffixProposer
-from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of
+from tests.engine.asks import Ask
+from tests.engine.host_engine import LOOPS, HostEngine, Limits, chunks_of, decodes_of
 from tests.examples import slow_but
 
 

@@ -30,7 +30,8 @@ from moejax.engine.scheduling.sequence import State
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
-from tests.engine.host_engine import Ask, HostEngine, Limits
+from tests.engine.asks import Ask
+from tests.engine.host_engine import HostEngine, Limits
 from tests.examples import slow_but
 
 CACHE_EVENTS = (
