@@ -340,7 +340,7 @@ class LLM:
 
         Raises:
             RequestError: no such request is running, or its tokens depend on more than itself (experts or
-                exchanges of limited capacity, a replayed trace).
+                exchanges of limited capacity, drafts under `acceptance=rejection`, a replayed trace).
         """
         self.builder.check_resumable()
         with self.engine.lock:

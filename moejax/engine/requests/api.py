@@ -99,6 +99,11 @@ class SamplingParams(Checked, error=RequestError):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalized(self) -> bool:
+        """Tells whether logits depend on how often the prompt and the output have each token."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True)
 class RequestOptions(Checked, error=RequestError):
