@@ -27,7 +27,7 @@ from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.adaptive import AdaptiveBatching
 from moejax.engine.scheduling.groups import GroupScheduler
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Draft, Plan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.scheduling.swap import swap_stats
@@ -245,6 +245,12 @@ class Engine:
             if part.speculation is not None:
                 part.speculation.utility = Utility(part.speculation.config.k, times)
 
+    def clear_drafts(self) -> None:
+        """Has all data-parallel groups forget the sequences that have ended."""
+        for part in self._parts:
+            if part.speculation is not None:
+                part.speculation.proposer.forget()
+
     @property
     def _parts(self) -> list[Scheduler]:
         """The scheduler, or those of the data-parallel groups."""
@@ -412,7 +418,7 @@ class Engine:
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan, scheduler = step.plan, self.scheduler
         decodes = len(plan.decodes) - plan.idle
-        drafts = [draft for group in plan.groups for draft in group.drafts.values()]
+        drafts = [draft for group in plan.groups for draft in self._verified(group)]
         record = StepRecord(
             time=now,
             seconds=now - max(self._last_time, step.launched),
@@ -447,6 +453,14 @@ class Engine:
             swap.observe(record.seconds, record.prefill_tokens)
         if self.on_step is not None:
             self.on_step(record)
+
+    def _verified(self, plan: StepPlan) -> Iterable[Draft]:
+        """Returns a plan's drafts, each of which it tells the request whose first sample it is of."""
+        for row, draft in plan.drafts.items():
+            owner = plan.decodes[row].owner
+            if owner is not None and owner[1] == 0:
+                owner[0].output.metrics.verified(len(draft.tokens) - 1, draft.accepted)
+        return plan.drafts.values()
 
     def _time(self, step: InFlight, now: float, times: StepTimes) -> None:
         """Takes in the duration of a step that only decoded, by process 0's clock."""

@@ -434,6 +434,11 @@ class LLM:
             for prefixes in self.engine.scheduler.prefix_caches:
                 prefixes.forget()
 
+    def clear_drafts(self) -> None:
+        """Forgets ended requests' outputs, from which `engine.speculation.method=suffix` drafts."""
+        with self.engine.lock:
+            self.engine.clear_drafts()
+
     def warmup(
         self,
         *,

@@ -46,7 +46,9 @@ class Proposer(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note that a sequence has ended."""
-        ...
+
+    def forget(self) -> None:
+        """Forgets the sequences that have ended."""
 
 
 class History:
@@ -81,7 +83,7 @@ class History:
         return best, places
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Repeats what followed the longest run of the newest tokens where it stood last (prompt lookup decoding,
     Saxena 2023; in transformers and vLLM under that name)."""
 
@@ -110,6 +112,9 @@ class SuffixProposer(NgramProposer):
 
     def __init__(self, config: SpeculationConfig) -> None:
         super().__init__(config)
+        self.forget()
+
+    def forget(self) -> None:
         self._outputs = [History(self.least), History(self.least)]  # the older ones, the newer ones
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
@@ -140,7 +145,7 @@ class SuffixProposer(NgramProposer):
         self._outputs[1].extend([*sequence.tokens[sequence.prompt_len :], _END])
 
 
-class OnDevice:
+class OnDevice(Proposer):
     """Leaves it to the runner to draft."""
 
     def __init__(self, config: SpeculationConfig) -> None: ...
@@ -148,8 +153,6 @@ class OnDevice:
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         # Of what must stand before a biased token the device compares the newest alone.
         return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
-
-    def ended(self, sequence: Sequence) -> None: ...
 
 
 _END = -1  # no token: what follows it is another output
