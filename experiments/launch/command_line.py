@@ -28,6 +28,12 @@ _NAMED = re.compile(
 )
 
 
+def before_flags(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Returns a command line of `translate` with overrides that have the last word."""
+    place = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    return [*argv[:place], *overrides, *argv[place:]]
+
+
 def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
     """A command line for Hydra.
 
