@@ -172,9 +172,9 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
             plan = replace(plan, folder=str(stack.enter_context(folder)))
         if plan is not None and plan.sweep:
             sweep = Sweep(plan, config_name, argv, resumed, speaks=read_environment().index == 0)
-            sys.argv = before_flags(sys.argv, sweep.start())
+            sys.argv[1:] = before_flags(sys.argv[1:], sweep.start())
         elif plan is not None:
-            sys.argv = before_flags(sys.argv, [assignment("hydra.run.dir", plan.folder)])
+            sys.argv[1:] = before_flags(sys.argv[1:], [assignment("hydra.run.dir", plan.folder)])
         try:
             start(jobs.task)()
             complete = True

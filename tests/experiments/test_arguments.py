@@ -39,8 +39,8 @@ def test_flags_their_values_and_overrides_are_no_words(tmp_path):
 
 
 def test_what_is_added_to_a_command_line_stands_before_its_flags():
-    argv = translate(["--config-dir", "elsewhere", "seed=1", "-m"])
-    assert before_flags(argv, ["seed=2"]) == ["seed=1", "seed=2", "--config-dir", "elsewhere", "-m"]
+    argv = ["-m", *translate(["--config-dir", "elsewhere", "seed=1"])]
+    assert before_flags(argv, ["seed=2"]) == ["-m", "seed=1", "seed=2", "--config-dir", "elsewhere"]
     assert before_flags(["seed=1"], ["seed=2"]) == ["seed=1", "seed=2"]
 
 

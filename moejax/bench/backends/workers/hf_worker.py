@@ -1,7 +1,7 @@
 """Hugging Face transformers as a worker: static batches in order of arrival, since `transformers` itself does
 not admit requests into a running batch. A manual loop over the model's forward pass with its own cache, so
 that every token's instant is real. With the option `prompt_lookup_num_tokens` it is `generate` itself that
-runs, one request at a time, and drafts as many tokens by prompt lookup. Protocol: serve.py beside this file."""
+runs, one request at a time, and drafts as many by prompt lookup. Protocol: serve.py beside this file."""
 
 import inspect
 import queue
