@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         RebalanceConfig,
         SchedulingConfig,
         SloClass,
+        SpeculationConfig,
         Tenant,
     )
     from moejax.engine.llm import LLM
@@ -37,6 +38,7 @@ _HOMES = {
     "AdaptiveBatchingConfig": "moejax.core.scheduling",
     "SchedulingConfig": "moejax.core.scheduling",
     "SloClass": "moejax.core.scheduling",
+    "SpeculationConfig": "moejax.core.scheduling",
     "Tenant": "moejax.core.scheduling",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "SamplingParams",
     "SchedulingConfig",
     "SloClass",
+    "SpeculationConfig",
     "Tenant",
     "__version__",
     "load_pretrained",

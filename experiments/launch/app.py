@@ -34,6 +34,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.launch.command_line import (
+    before_flags,
     has_section,
     parse_flags,
     print_bash_completion,
@@ -99,8 +100,10 @@ def launch(
             return 0
         argv = without_tracker(translate(argv, positional), jobs.schema)
         argv, resumed = expand_resume(argv, config_name, jobs.schema, alone=place.index == 0)
-        with own_folder(place) as overrides, _hydra_environment([sys.argv[0], *argv, *overrides]):
-            return _launch(jobs, config_name, [*argv, *overrides], resumed)
+        with own_folder(place) as overrides:
+            argv = before_flags(argv, overrides)
+            with _hydra_environment([sys.argv[0], *argv]):
+                return _launch(jobs, config_name, argv, resumed)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -169,9 +172,9 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
             plan = replace(plan, folder=str(stack.enter_context(folder)))
         if plan is not None and plan.sweep:
             sweep = Sweep(plan, config_name, argv, resumed, speaks=read_environment().index == 0)
-            sys.argv += sweep.start()
+            sys.argv[1:] = before_flags(sys.argv[1:], sweep.start())
         elif plan is not None:
-            sys.argv.append(assignment("hydra.run.dir", plan.folder))
+            sys.argv[1:] = before_flags(sys.argv[1:], [assignment("hydra.run.dir", plan.folder)])
         try:
             start(jobs.task)()
             complete = True

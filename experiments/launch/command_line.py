@@ -19,6 +19,7 @@ from moejax.core.errors import ConfigError, did_you_mean
 
 # Hydra's flags that take the next argument as their value.
 _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p")
+MULTIRUN = ("-m", "--multirun")
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
 _VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation)\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
 _NAMED = re.compile(
@@ -26,6 +27,13 @@ _NAMED = re.compile(
     r"\.(\w+)\.([\w.]+)=(.*)",
     re.DOTALL,
 )
+
+
+def before_flags(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Returns a command line, whose flags but -m are last, with overrides that have the last word."""
+    flags = (i for i, text in enumerate(argv) if text.startswith("-") and text not in MULTIRUN)
+    place = next(flags, len(argv))
+    return [*argv[:place], *overrides, *argv[place:]]
 
 
 def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:

@@ -351,6 +351,11 @@ class SimulateConfig(RecordedSections, ModelSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse_capture("simulate")
+        if self.engine.speculation.most:
+            raise ConfigError(
+                f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
+                "on the tokens, which a simulation has not; use none"
+            )
         self.simulate.asked(self.workload)
         if self.ablation.stages and self.simulate.mode != "run":
             raise ConfigError(f"ablation.stages: simulate.mode={self.simulate.mode} has none")

@@ -22,7 +22,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from experiments.launch.command_line import has_section, override_key
+from experiments.launch.command_line import MULTIRUN, has_section, override_key
 from experiments.launch.compose import Plan, assignment
 from moejax.bench.run_folder import drop_replaced
 from moejax.core.errors import ConfigError, MoejaxError, ReportError
@@ -47,7 +47,6 @@ from moejax.sharding.distributed import read_environment
 from moejax.tracking.provenance import git_state
 
 _MOST_CHANGES = 3
-_MULTIRUN = ("-m", "--multirun")
 
 
 def expand_resume(
@@ -66,7 +65,7 @@ def expand_resume(
     except argparse.ArgumentError as error:
         raise ConfigError("--resume needs the folder of a sweep: --resume DIR") from error
     # Hydra's parser takes -m before or after all overrides, not between them.
-    given.sort(key=lambda text: text not in _MULTIRUN)
+    given.sort(key=lambda text: text not in MULTIRUN)
     if known.resume is None:
         for text in given:
             if text.startswith("resume=") and not has_section(schema, "resume"):
@@ -83,9 +82,9 @@ def expand_resume(
         raise ConfigError(f"the sweep in {known.resume!r} is still running ({record.process})")
     replaced = {override_key(text) for text in given}
     kept = [text for text in record.argv if override_key(text) not in replaced or text.startswith("-")]
-    flags = [] if set(_MULTIRUN) & {*kept, *given} else ["-m"]
+    flags = [] if set(MULTIRUN) & {*kept, *given} else ["-m"]
     expanded = [*flags, *kept, *given, assignment("hydra.sweep.dir", known.resume)]
-    return sorted(expanded, key=lambda text: text not in _MULTIRUN), folder
+    return sorted(expanded, key=lambda text: text not in MULTIRUN), folder
 
 
 def check_resumed(resumed: Path) -> Callable[[int, Sequence[str], Path, Any], None]:

@@ -21,11 +21,15 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.results.metrics import Slo
 
 Pairing = Literal["product", "zip"]
+Text = Literal["random", "copy", "own", "seen"]
 Prompt = str | list[int]
 Sizes = Annotated[
     PositiveInt | list[PositiveInt],
     Must(lambda sizes: sizes != [], "an integer of at least 1 or a list of such"),
 ]
+
+COPIES = 4
+"""How often a passage stands in a prompt of `text=copy`."""
 
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
 
@@ -96,6 +100,11 @@ class WorkloadConfig(SampledWorkload):
         pairing: `product` takes every combination; `zip` the i-th of each (an integer goes with every one).
         iterations: measured repetitions of each case.
         warmup: repetitions of each case before, not measured (they compile).
+        text: the prompts, where no file has them; it decides what drafts are right (`engine.speculation`).
+            `random` tokens; `copy`: a random passage, four times, which models that copy go on to repeat;
+            `own`: a random start, then the model's own greedy answer, which it goes on with (small models
+            repeat themselves); `seen`: as `random`, and what an engine remembers of having answered just
+            before counts.
     """
 
     batch_size: Sizes = 1
@@ -104,19 +113,24 @@ class WorkloadConfig(SampledWorkload):
     pairing: Pairing = "product"
     iterations: PositiveInt = 3
     warmup: NonNegativeInt = 1
+    text: Text = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.text != "random" and self.prompts_file is not None:
+            raise ConfigError(
+                f"workload.text={self.text} makes prompts of its own; leave out workload.prompts_file"
+            )
         if self.pairing == "zip":
             _zipped_length(self)
 
     @property
     def hash(self) -> str:
         content = asdict(self)
-        for name in (*_LENGTHS, "pairing", "iterations", "warmup", "slo", "prompts_file"):
+        for name in (*_LENGTHS, "pairing", "iterations", "warmup", "slo", "prompts_file", "text"):
             del content[name]
         content["cases"] = [asdict(case) for case in latency_cases(self)]
-        content["prompts"] = "random" if self.prompts_file is None else load_prompts(self.prompts_file)
+        content["prompts"] = self.text if self.prompts_file is None else load_prompts(self.prompts_file)
         return content_hash(content)[:16]
 
 
@@ -202,17 +216,21 @@ def case_prompts(
     *,
     encode: Callable[[str], Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """The token ids of a case: random ones, or the file's prompts brought to exactly `prompt_len` tokens.
+    """The token ids of a case: of `config.text` (random where a model is to answer), or the file's prompts
+    brought to exactly `prompt_len` tokens.
 
     The file's prompts are taken in turn, from the start again when there are fewer than `batch_size`; a
     longer one is cut, a shorter one repeated, so that every request of the case has the same length. `encode`
     turns text into token ids and is needed only for a file that holds text.
     """
     if config.prompts_file is None:
-        return random_prompts(case, vocab_size, config.seed)
+        prompts, passage = random_prompts(case, vocab_size, config.seed), -(-case.prompt_len // COPIES)
+        if config.text == "copy":
+            prompts = [np.resize(prompt[:passage], case.prompt_len).tolist() for prompt in prompts]
+        return prompts
     where = f"workload.prompts_file {config.prompts_file!r}"
-    prompts = itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size)
-    rows = [prompt_ids(prompt, vocab_size, encode, where) for prompt in prompts]
+    lines = itertools.islice(itertools.cycle(load_prompts(config.prompts_file)), case.batch_size)
+    rows = [prompt_ids(line, vocab_size, encode, where) for line in lines]
     return [np.resize(np.asarray(ids), case.prompt_len).tolist() for ids in rows]
 
 

@@ -76,6 +76,11 @@ class BlockAllocator:
         table.extend(new)
         return new
 
+    def shrink(self, table: list[int], tokens: int) -> None:
+        """Gives up the blocks of `table` beyond those that hold `tokens` tokens."""
+        while len(table) > self.blocks_for(tokens):
+            self._let_go(table.pop())
+
     def fork(self, table: Sequence[int]) -> list[int]:
         """Returns a second table that shares every block of `table`."""
         for block in table:

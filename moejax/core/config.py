@@ -27,6 +27,7 @@ from moejax.core.scheduling import (
     PolicyName,
     RebalanceConfig,
     SchedulingConfig,
+    SpeculationConfig,
 )
 
 QkNorm = Literal["none", "head", "projection", "rotated"]
@@ -508,6 +509,7 @@ class EngineConfig(Checked, section="engine"):
         rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
         adapters: see `AdaptersConfig`.
         adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
+        speculation: see `SpeculationConfig`.
         preemption: what becomes of a sequence that loses its place: all of it is computed again
             ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
         swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
@@ -554,6 +556,7 @@ class EngineConfig(Checked, section="engine"):
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     preemption: Preemption = "recompute"
     swap_memory_gb: PositiveNumber = 1.0
     block_size: PositiveInt = 32
@@ -595,3 +598,15 @@ class EngineConfig(Checked, section="engine"):
                 "engine.adaptive_batching.enabled=true does not go with engine.batching=static, whose "
                 "batches stay as they are; use engine.batching=continuous"
             )
+        if self.speculation.most and (self.batching == "static" or self.adaptive_batching.enabled):
+            other = "batching=static" if self.batching == "static" else "adaptive_batching.enabled=true"
+            raise ConfigError(
+                f"engine.speculation.method={self.speculation.method} does not go with engine.{other}, which "
+                "counts one row a sequence; use engine.speculation.method=none"
+            )
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a step that only decodes: one for each sequence and for each of its drafts."""
+        most = self.max_num_seqs * (1 + self.speculation.most)
+        return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))

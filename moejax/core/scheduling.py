@@ -17,6 +17,9 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
+Drafts = Literal["none", "ngram", "suffix", "self_experts", "self_layers", "draft"]
+Depth = Literal["fixed", "utility"]
+Acceptance = Literal["coupled", "rejection"]
 Buckets = Annotated[
     list[PositiveInt],
     Must(
@@ -166,3 +169,70 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
             if (value := getattr(self, name)) < (other := getattr(self, least)):
                 text = f"{name}={value} is below {least}={other}; raise it or lower {least}"
                 raise ConfigError(f"engine.adaptive_batching.{text}")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig(Checked, section="engine.speculation"):
+    """Speculative decoding (arXiv 2211.17192): drafted tokens are computed in the step that verifies them,
+    and those that the model samples itself are kept; see `moejax.engine.scheduling.speculation`.
+
+    Attributes:
+        method: where drafts come from. "ngram" repeats what followed the newest tokens where the same
+            sequence had them before (prompt lookup decoding); "suffix" what followed them most often, in the
+            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975). The model itself
+            drafts token by token on its own cache with "self_experts", sending each to fewer experts, and
+            with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). With "draft"
+            another model does, whose cache follows the model's; "none" drafts nothing.
+        k: most draft tokens of a sequence in a step.
+        depth: how many of them are computed: "fixed" all, "utility" as many as make decoding fastest, none at
+            all where that is faster, by what was right before and by what steps take; see
+            `moejax.engine.scheduling.utility`.
+        acceptance: "coupled" keeps a draft that is the token that the engine would sample without drafts, so
+            that tokens are the same at every temperature; "rejection" keeps one with the probability that
+            the model gives it, and else samples one of the others: tokens of the same law, and more drafts
+            are kept where the temperature is high. Greedy requests are the same under both.
+        min_ngram, max_ngram: newest tokens that must have stood together before, and the most that "ngram"
+            compares.
+        experts: experts that "self_experts" sends a token to; None: half of the model's.
+        layers: first layers that "self_layers" runs; None: half of the model's.
+        draft: the model of "draft", a folder or a shipped model's name, of any family with the same
+            vocabulary. It has the model's dtype, devices and blocks, and random weights where the model has.
+    """
+
+    method: Drafts = "none"
+    k: PositiveInt = 4
+    depth: Depth = "fixed"
+    acceptance: Acceptance = "coupled"
+    min_ngram: PositiveInt = 2
+    max_ngram: PositiveInt = 4
+    experts: PositiveInt | None = None
+    layers: PositiveInt | None = None
+    draft: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_ngram < self.min_ngram:
+            raise ConfigError(
+                f"{self._section}max_ngram={self.max_ngram} is below min_ngram={self.min_ngram}; raise it"
+            )
+        if self.method == "draft" and not self.draft:
+            raise ConfigError(
+                f"{self._section}method=draft needs a model; name its folder, or a shipped one, in "
+                f"{self._section}draft"
+            )
+
+        if self.depth == "utility" and self.on_device:
+            raise ConfigError(
+                f"{self._section}depth=utility does not go with method={self.method}, whose drafts "
+                "cannot be judged without being made; use depth=fixed, or method=ngram or suffix"
+            )
+
+    @property
+    def most(self) -> int:
+        """Most draft tokens of a sequence in a step; 0 without a method."""
+        return 0 if self.method == "none" else self.k
+
+    @property
+    def on_device(self) -> bool:
+        """Tells whether a model drafts, and the host learns of its drafts when they are verified."""
+        return self.method in ("self_experts", "self_layers", "draft")

@@ -27,10 +27,11 @@ from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.scheduling.adaptive import AdaptiveBatching
 from moejax.engine.scheduling.groups import GroupScheduler
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Draft, Plan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
 from moejax.engine.scheduling.swap import swap_stats
+from moejax.engine.scheduling.utility import StepTimes, Utility
 from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
 
@@ -61,6 +62,7 @@ class InFlight:
     used_blocks: int
     stored_tokens: int
     limits: dict[str, int]  # of adaptive batching
+    overlapped: bool = False  # launched before the last one's tokens were read
     compiled: bool = False  # something was, in its time
     ended: float | None = None  # when its tokens were first seen to be there
 
@@ -95,6 +97,7 @@ class Engine:
         self.agree: Callable[[int], int] = lambda value: value
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
+        self.times: StepTimes | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.rebalance: Callable[[], RebalanceEvent | None] = lambda: None
@@ -108,6 +111,7 @@ class Engine:
         self._turning = False
         self._aborted: list[tuple[RequestState, FinishReason]] = []  # during a turn
         self._last_time = self.clock()
+        self._delivered: float | None = None  # the last step, if nobody waited in between
 
     def add(self, requests: Iterable[RequestState], group: int | None = None) -> None:
         """Queues requests, all or none; in a data-parallel group if that is said.
@@ -234,6 +238,19 @@ class Engine:
         for part in self._parts:
             part.most_running, part.most_prefill = adaptive.running, adaptive.prefill
 
+    def time_steps(self, times: StepTimes) -> None:
+        """Has all data-parallel groups choose by the steps' durations, from now on, what is drafted."""
+        self.times = times
+        for part in self._parts:
+            if part.speculation is not None:
+                part.speculation.utility = Utility(part.speculation.config.k, times)
+
+    def clear_drafts(self) -> None:
+        """Has all data-parallel groups forget the sequences that have ended."""
+        for part in self._parts:
+            if part.speculation is not None:
+                part.speculation.proposer.forget()
+
     @property
     def _parts(self) -> list[Scheduler]:
         """The scheduler, or those of the data-parallel groups."""
@@ -280,9 +297,15 @@ class Engine:
         ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
+        if previous is not None and (any(p.drafts for p in previous.plan.groups) or self.scheduler.drafts):
+            # Drafts continue what the host has read, and are verified before their sequence goes on.
+            if not self._collect(previous):
+                return True
+            previous, ended = None, True
         waiting = self.scheduler.num_waiting
         plan = None if self._held else self.scheduler.schedule()
         if plan is None and previous is None:
+            self._delivered = None
             if not self._held and (wait := self.scheduler.wait_s()):
                 self.sleep(min(wait, _LONGEST_WAIT_S))
                 return True
@@ -292,7 +315,7 @@ class Engine:
         launched = error = None
         if plan is not None:
             try:
-                launched = self._launch(plan, waiting)
+                launched = self._launch(plan, waiting, overlapped=previous is not None)
             except Exception as caught:
                 error = caught
         if launched is not None and launched.compiled and previous is not None and previous.ended is None:
@@ -337,7 +360,7 @@ class Engine:
         self._deliver(step, result)
         return True
 
-    def _launch(self, plan: Plan, waiting: int) -> InFlight:
+    def _launch(self, plan: Plan, waiting: int, overlapped: bool) -> InFlight:
         scheduler, now, compiled = self.scheduler, self.clock(), self.compilations()
         for chunk in plan.chunks:
             if chunk.first and chunk.sequence.owner is not None:
@@ -354,6 +377,7 @@ class Engine:
             scheduler.allocator.num_used,
             scheduler.stored_tokens() if self.on_step else 0,
             self.adaptive.stats() if self.adaptive else {},
+            overlapped,
             self.compilations() > compiled,
         )
 
@@ -366,15 +390,18 @@ class Engine:
             part = list(islice(prompts, chunk.count))
             if chunk.sequence.state is not State.FINISHED:
                 chunk.sequence.owner[0].take_prompt(chunk.start, part)
-        for row, sequence in scheduler.postprocess(plan, result.tokens):
+        taken = scheduler.postprocess(plan, result.tokens)
+        last = {sequence: row for row, sequence in taken}
+        for row, sequence in taken:
             request, index = sequence.owner
-            if request.finished:
-                continue  # failed with another of its samples, just now
+            if request.finished or request.builders[index].finished:
+                continue  # failed with another of its samples, or ended by a stop string, just now
             logprob = result.logprobs[row] if result.logprobs else None
-            if request.take(index, result.tokens[row], logprob, sequence.finish_reason, now):
+            reason = sequence.finish_reason if row == last[sequence] else None
+            if request.take(index, result.tokens[row], logprob, reason, now):
                 scheduler.finish(sequence)  # it may be a stop string, which only the text shows
                 request.close()
-            elif sequence.finish_reason == "error":
+            elif reason == "error":
                 self._end(
                     request,
                     "error",
@@ -391,13 +418,14 @@ class Engine:
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan, scheduler = step.plan, self.scheduler
         decodes = len(plan.decodes) - plan.idle
+        drafts = [draft for group in plan.groups for draft in self._verified(group)]
         record = StepRecord(
             time=now,
             seconds=now - max(self._last_time, step.launched),
             prefill_tokens=plan.chunk_tokens,
             decode_tokens=decodes,
             padded_tokens=result.padded_tokens,
-            sequences=decodes + len(plan.chunks),
+            sequences=decodes - len(drafts) + len(plan.chunks),
             running=step.running,
             waiting=step.waiting,
             used_blocks=step.used_blocks,
@@ -407,6 +435,8 @@ class Engine:
             left_waiting=step.left_waiting,
             rebalance=self.rebalance(),
             compiled=step.compiled,
+            drafted=len(drafts),
+            accepted=sum(draft.accepted for draft in drafts),
             **step.limits,
         )
         self._last_time = now
@@ -417,10 +447,30 @@ class Engine:
             seconds = self.agree(round(1e9 * record.seconds)) / 1e9
             self.adaptive.observe(seconds, max(rows), max(tokens), decodes)
             self.adapt(self.adaptive)
+        if self.times is not None:
+            self._time(step, now, self.times)
         for swap in scheduler.swaps:
             swap.observe(record.seconds, record.prefill_tokens)
         if self.on_step is not None:
             self.on_step(record)
+
+    def _verified(self, plan: StepPlan) -> Iterable[Draft]:
+        """Returns a plan's drafts, each of which it tells the request whose first sample it is of."""
+        for row, draft in plan.drafts.items():
+            owner = plan.decodes[row].owner
+            if owner is not None and owner[1] == 0:
+                owner[0].output.metrics.verified(len(draft.tokens) - 1, draft.accepted)
+        return plan.drafts.values()
+
+    def _time(self, step: InFlight, now: float, times: StepTimes) -> None:
+        """Takes in the duration of a step that only decoded, by process 0's clock."""
+        seconds = 0.0 if self._delivered is None or step.compiled else now - self._delivered
+        self._delivered = None if self.scheduler.idle else now
+        seconds = self.agree(round(1e9 * seconds)) / 1e9
+        if seconds and not step.plan.chunks:
+            rows = max(len(group.decodes) for group in step.plan.groups)
+            drafts = any(group.drafts for group in step.plan.groups)
+            times.observe(rows, drafts or (self.overlap and not step.overlapped), seconds)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         """Ends the requests of a failed step that may not be retried, and has all others computed anew."""

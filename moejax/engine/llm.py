@@ -341,7 +341,7 @@ class LLM:
 
         Raises:
             RequestError: no such request is running, or its tokens depend on more than itself (experts or
-                exchanges of limited capacity, a replayed trace).
+                exchanges of limited capacity, drafts under `acceptance=rejection`, a replayed trace).
         """
         self.builder.check_resumable()
         with self.engine.lock:
@@ -434,6 +434,11 @@ class LLM:
         with self.engine.lock:
             for prefixes in self.engine.scheduler.prefix_caches:
                 prefixes.forget()
+
+    def clear_drafts(self) -> None:
+        """Forgets ended requests' outputs, from which `engine.speculation.method=suffix` drafts."""
+        with self.engine.lock:
+            self.engine.clear_drafts()
 
     def warmup(
         self,

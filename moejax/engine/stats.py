@@ -44,6 +44,7 @@ class StepRecord:
         most_running, most_prefill: adaptive batching's limits when it was scheduled; 0 without.
         used_blocks, num_blocks: of the cache, when it was scheduled.
         stored_tokens: tokens whose keys and values the used blocks hold; a shared token counts once.
+        drafted, accepted: draft tokens among the decode tokens, and those of them that were right and kept.
         preempted: sequences that lost their blocks while it was scheduled.
         rebalance: what was decided after it, if anything was to be.
     """
@@ -65,6 +66,8 @@ class StepRecord:
     compiled: bool = False
     most_running: int = 0
     most_prefill: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def tokens(self) -> int:
@@ -86,6 +89,8 @@ class EngineStats:
     max_running: int = 0
     max_waiting: int = 0
     max_used_blocks: int = 0
+    drafted: int = 0
+    accepted: int = 0
     failed_steps: int = 0
     retried_requests: int = 0
     rebalances: int = 0
@@ -101,6 +106,8 @@ class EngineStats:
         self.decode_tokens += record.decode_tokens
         self.padded_tokens += record.padded_tokens
         self.preemptions += record.preempted
+        self.drafted += record.drafted
+        self.accepted += record.accepted
         self.max_running = max(self.max_running, record.running)
         self.max_waiting = max(self.max_waiting, record.waiting)
         self.max_used_blocks = max(self.max_used_blocks, record.used_blocks)

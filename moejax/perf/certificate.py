@@ -35,7 +35,8 @@ class Certificate:
     Attributes:
         held: weights and cache.
         step: what the largest step needs beside these, by XLA's own analysis if `compiled`, else by formula.
-        beside: counts of tokens for penalties; the host's stores of blocks, where devices are the host's.
+        beside: counts of tokens for penalties; weights and cache of a model that drafts; the host's stores of
+            blocks, where devices are the host's.
         limit: what the device has for all of it; None: not known.
     """
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
 from moejax.report.figure import legend_below, new_figure
+from moejax.report.speculation import speculation_table
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import (
     Column,
@@ -72,6 +73,8 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
     tables = [column_table(title, _COLUMNS, result["cases"], note + case_notes(result))]
     if (groups := groups_table(result)) is not None:
         tables.append(groups)
+    if result.get("speculation"):
+        tables.append(speculation_table(result["speculation"]))
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

@@ -21,8 +21,8 @@ from moejax.report.style import COLORS, nth_color, run_title
 from moejax.report.tables import Column, column_table, metric_columns, print_lines, rounded
 
 
-def _figure(value: float) -> str:
-    return rounded(value, 100, 1000)
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else rounded(value, 100, 1000)
 
 
 def _loss(case: Mapping[str, Any]) -> str | None:

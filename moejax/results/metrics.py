@@ -9,7 +9,8 @@ import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from itertools import zip_longest
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +115,8 @@ def objectives(result: Mapping[str, Any]) -> str:
 
 
 def latency_samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
-    """Milliseconds per latency name: one per completed request, and for `itl` one per token after the first.
+    """Milliseconds per latency name: one per completed request, and for `itl` one per instant at which tokens
+    came after the first.
 
     `tpot` leaves out requests with a single output token, as vLLM does: they have no time per further token.
     """
@@ -184,7 +186,8 @@ def compute_metrics(
     Returns:
         `{mean,median,std,p90,p95,p99,min,max}_{ttft,tpot,itl,e2el}_ms`; `request_throughput` and
         `request_goodput` in requests/s; `output_throughput` and `total_token_throughput` in tokens/s;
-        `completed`, `total_input_tokens`, `total_output_tokens`, `duration_s`; None where not defined.
+        `completed`, `total_input_tokens`, `total_output_tokens`, `duration_s`; of drafts `tokens_per_step`
+        after a request's first, and `draft_acceptance`. None where not defined.
     """
     done = [record for record in records if record.completed]
     begin, end = window
@@ -208,8 +211,19 @@ def compute_metrics(
         total_input_tokens=sum(record.prompt_len for record in done),
         total_output_tokens=sum(record.output_len for record in done),
         duration_s=float(duration_s),
+        tokens_per_step=_over(sum(r.output_len - 1 for r in done), sum(len(r.metrics.itl) for r in done)),
+        draft_acceptance=_over(*(sum(by_place(done, name)) for name in ("accepted", "drafted"))),
     )
     return metrics
+
+
+def by_place(records: Iterable[RequestRecord], name: Literal["drafted", "accepted"]) -> list[int]:
+    """Returns the sums over requests of `RequestMetrics.drafted` or `accepted`."""
+    return [sum(place) for place in zip_longest(*(getattr(r.metrics, name) for r in records), fillvalue=0)]
+
+
+def _over(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def case_row(
@@ -250,6 +264,7 @@ def record_row(record: RequestRecord, origin: float = 0.0) -> dict[str, Any]:
         "tpot_ms": times.tpot * 1e3 if done and record.output_len > 1 else None,
         "e2el_ms": times.e2e * 1e3 if done else None,
         "itl_ms": [step * 1e3 for step in times.itl] if done else [],
+        **({"drafted": times.drafted, "accepted": times.accepted} if times.drafted else {}),
         **(asdict(record.options) if record.options != RequestOptions() else {}),
     }
 

@@ -126,6 +126,8 @@ class FakeLLM:
 
     def clear_prefix_cache(self) -> None: ...
 
+    def clear_drafts(self) -> None: ...
+
     def reset_stats(self) -> None:
         self._stats = EngineStats()
 

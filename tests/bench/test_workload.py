@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.bench.workload import (
+    COPIES,
     LatencyCase,
     WorkloadConfig,
     case_prompts,
@@ -56,6 +57,8 @@ def test_case_name_and_length() -> None:
         ({"pairing": "zap"}, "did you mean 'zip'"),
         ({"pairing": "zip", "batch_size": [1, 2], "prompt_len": [1, 2, 3]}, "batch_size 2, prompt_len 3"),
         ({"prompts_file": "no-such-file.txt"}, "no-such-file.txt"),
+        ({"text": "prose"}, "workload.text.*'prose'"),
+        ({"text": "copy", "prompts_file": __file__}, "text=copy .* leave out workload.prompts_file"),
     ],
 )
 def test_wrong_values_name_their_key(fields: dict[str, Any], text: str) -> None:
@@ -92,6 +95,20 @@ def test_random_prompts_differ_between_cases_rows_and_seeds() -> None:
         *random_prompts(LatencyCase(3, 32, 8), 1000, 0), *random_prompts(LatencyCase(2, 32, 9), 1000, 0),
     ]  # fmt: skip
     assert len({tuple(prompt[:8]) for prompt in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 30, 64])
+def test_copied_prompts_repeat_a_random_passage(length: int) -> None:
+    case = LatencyCase(2, length, 8)
+    config = WorkloadConfig(2, length, 8, text="copy", seed=3)
+    passage = -(-length // COPIES)
+    for prompt, drawn in zip(case_prompts(config, case, 1000), random_prompts(case, 1000, 3), strict=True):
+        assert prompt == (COPIES * drawn[:passage])[:length]
+
+
+def test_kinds_of_text_are_other_workloads_and_random_is_what_it_was() -> None:
+    texts = {WorkloadConfig(text=text).hash for text in ("random", "copy", "own", "seen")}
+    assert len(texts) == 4 and WorkloadConfig().hash == "33f78dcd751f4e30"
 
 
 def write(path: Path, lines: list[Any]) -> str:

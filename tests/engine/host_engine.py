@@ -6,7 +6,8 @@ that the cases they are about did occur. `alone` is the oracle: a request's toke
 
 import functools
 import math
-from collections import Counter
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,18 +16,19 @@ import pytest
 from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
-from moejax.core.scheduling import SchedulingConfig
-from moejax.engine.requests.api import RequestOptions, SamplingParams
+from moejax.core.scheduling import SchedulingConfig, SpeculationConfig
 from moejax.engine.requests.builder import roots_of
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import POLICIES, Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
+from moejax.engine.scheduling.utility import StepTimes, Utility
+from tests.engine.asks import VOCAB_SIZE, Ask, Group, Oracle
 from tests.plain.fake_runner import FakeRunner
 
-VOCAB_SIZE = 1000
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 
 
@@ -40,46 +42,6 @@ def decodes_of(plan: StepPlan | None) -> list[int]:
     """Orders of a plan's decodes."""
     assert plan is not None
     return [sequence.order for sequence in plan.decodes]
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request by its content: the prompt is `first`, `first` + 1, …; a sampled token below `stop_below`
-    ends a sample."""
-
-    prompt_len: int
-    max_tokens: int = 4
-    n: int = 1
-    stop_below: int = 0
-    score: bool = False
-    first: int = 0
-    seed: int = 0
-    salt: int | None = 0
-    looked_up: bool = True
-    options: RequestOptions = field(default_factory=RequestOptions)
-
-    def sequence(self, order: int) -> Sequence:
-        """The first sample; its forks are the others."""
-        prompt = list(range(self.first, self.first + self.prompt_len))
-        params = SamplingParams(max_tokens=self.max_tokens, n=self.n)
-        samples = [
-            Sequence(
-                tokens=list(prompt),
-                prompt_len=self.prompt_len,
-                params=params,
-                max_length=self.prompt_len + (0 if self.score else self.max_tokens),
-                order=order + index,
-                seed=self.seed + index,
-                stop_ids=range(self.stop_below),
-                score=self.score,
-                identity=self.salt,
-                not_looked_up=None if self.looked_up and not self.score else "a test's",
-                options=self.options,
-            )
-            for index in range(self.n)
-        ]
-        samples[0].forks = samples[1:]
-        return samples[0]
 
 
 @dataclass(frozen=True)
@@ -102,23 +64,9 @@ class Limits:
     preemption: Preemption = "recompute"
     swap_slots: int = 0
     fail_at: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class Group:
-    """A submitted request and its samples."""
-
-    ask: Ask
-    samples: list[Sequence]
-    aborted: set[int] = field(default_factory=set)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [sample.tokens for sample in self.samples]
-
-    @property
-    def live(self) -> bool:
-        return any(sample.state is not State.FINISHED for sample in self.samples)
+    k: int = 0
+    right: float = 1.0
+    utility: bool = False
 
 
 class HostEngine:
@@ -126,8 +74,8 @@ class HostEngine:
 
     Args:
         limits: its configuration.
-        scheduler, allocator, prefixes, windows, swap: other classes than the real ones, to see that a defect
-            is found.
+        scheduler, allocator, prefixes, windows, swap, speculation: other classes than the real ones, to see
+            that a defect is found.
         events: what happened is counted here.
         roots: as `roots_of`, for requests that are resumed.
     """
@@ -142,6 +90,7 @@ class HostEngine:
         roots: Callable[[list[Sequence], int], list[Sequence]] = roots_of,
         windows: type[WindowAllocator] = WindowAllocator,
         swap: type[SwapSpace] = SwapSpace,
+        speculation: type[Speculation] = Speculation,
     ) -> None:
         self.limits = limits = limits or Limits()
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
@@ -153,11 +102,22 @@ class HostEngine:
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
         self.windows = None
         if limits.window is not None:
-            number = window_blocks(limits.window, limits.block_size, *sizes, limits.num_blocks)
+            number = window_blocks(limits.window + limits.k, limits.block_size, *sizes, limits.num_blocks)
             self.windows = windows(number, limits.block_size, limits.window)
         self.swap = swap(limits.preemption, limits.slots, limits.swap_slots)
         self.swap.move_s = 9.0  # and a token of a prompt takes a second
+        self.groups: list[Group] = []
+        drafts = None
+        if limits.k:
+            config = SpeculationConfig(method="ngram", k=limits.k)
+            drafts = speculation(config, Oracle(self.groups, alone, limits.right))
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
+        self.scheduler.speculation = drafts
+        self.utility = Utility(limits.k, StepTimes()) if limits.utility else None
+        self.pace: Callable[[int, bool], float] = lambda rows, alone: self.chance.uniform(1, 4)
+        self.chance, self.alone = random.Random(1), deque[bool]()  # of launched steps, in their order
+        if drafts is not None:
+            drafts.utility = self.utility
         if isinstance(self.scheduler, StaticScheduler):
             self.scheduler.starts = limits.starts
         self.runner = FakeRunner(
@@ -165,7 +125,6 @@ class HostEngine:
         )
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
-        self.groups: list[Group] = []
         self.kept: list[tuple[Group, set[int], set[int]]] = []
         self.in_flight: tuple[StepPlan, object] | None = None
         self.unreported = 0
@@ -199,6 +158,7 @@ class HostEngine:
                 group.aborted.update(range(1, len(group.samples)))
             if sample in flying:
                 self.events["abort in flight"] += 1
+                self.events["abort with drafts in flight"] += flying.count(sample) > 1
             self.events["abort swapped"] += bool(sample.swapped)
             self.scheduler.finish(sample)
         self.scheduler.check_integrity()
@@ -255,11 +215,16 @@ class HostEngine:
         if self.paused:
             return None
         self.clock += 1
+        if self.in_flight and (self.scheduler.drafts or self.in_flight[0].drafts):
+            flying, self.in_flight = self.in_flight, None
+            self._postprocess(*flying)
+            self.scheduler.check_integrity()
         plan = self._schedule()
         self.scheduler.check_integrity()
         launched: tuple[StepPlan, object] | None = None
         if plan:
             try:
+                self.alone.append(self.in_flight is None)
                 launched = plan, self.runner.launch(plan)
             except RuntimeError:
                 self._recover()
@@ -377,23 +342,33 @@ class HostEngine:
         """What a runner may rely on, and what the two kinds of batching promise."""
         rows, limits, allocator = plan.sequences, self.limits, self.allocator
         size, real = allocator.block_size, len(plan.decodes) - plan.idle
-        decodes, padding = plan.decodes[:real], plan.decodes[real:]
+        real -= len(plan.drafts)
+        decodes, padding = plan.decodes[:real], plan.decodes[real + len(plan.drafts) :]
+        drafted = Counter(plan.decodes[row] for row in plan.drafts)
+        assert not plan.drafts or (sorted(plan.drafts) == list(range(real, len(plan.decodes))))
+        assert not plan.drafts or not (plan.chunks or plan.preempted)
+        assert not (plan.drafts and self.in_flight and self.in_flight[0].drafts)
+        rows = decodes + plan.sequences[len(decodes) + len(plan.drafts) :]
         back = [s for s in decodes if s in queued]  # from the host's store, with one token to compute
         self.events["swaps back that decode"] += len(back)
-        assert all(s.preemptions and len(s.tokens) == s.computed for s in back)
+        assert all(s.preemptions and len(s.tokens) == s.computed - drafted[s] for s in back)
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
         # Not of who has just come back from the host's memory.
         if not limits.static and any(s in before for s in decodes):
             assert plan.chunk_tokens <= self.scheduler.most_prefill
-        assert plan.num_tokens == real + sum(c.count for c in plan.chunks)
+        assert plan.num_tokens == real + len(plan.drafts) + sum(c.count for c in plan.chunks)
         assert len({s.slot for s in rows}) == len(rows) <= limits.max_num_seqs
         assert all(s in self.scheduler.running for s in rows if s not in padding)
         if not self.policy.moves:
             keys = [self.policy.key(s) for s in decodes if s not in back]
             assert keys == sorted(keys), "decodes out of order"
         for sequence, position in zip(decodes, plan.positions, strict=False):
-            self._advance(sequence, position, 1)
-            assert allocator.refcount(sequence.blocks[position // size]) == 1, "writes a shared block"
+            self._advance(sequence, position, 1 + drafted[sequence])
+            mine = [p for s, p in zip(plan.decodes, plan.positions, strict=True) if s is sequence]
+            assert mine == list(range(position, position + 1 + drafted[sequence]))
+            assert mine[-1] < sequence.max_length - 1, "stores the last token that can be sampled"
+            for each in mine:
+                assert allocator.refcount(sequence.blocks[each // size]) == 1, "writes a shared block"
         for index, (chunk, forks) in enumerate(zip(plan.chunks, plan.forks, strict=True)):
             if chunk.first:
                 self._found(chunk)
@@ -514,6 +489,14 @@ class HostEngine:
         before = [len(s.tokens) for s in ended]
         wanted = [(row, s) for row, s in plan.sampling_rows() if s.state is not State.FINISHED]
         taken = self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
+        self._check_drafts(plan)
+        alone = self.alone.popleft()
+        if self.utility is not None and not plan.chunks:
+            rows, drafting = len(plan.decodes), bool(plan.drafts) or (self.limits.overlap and alone)
+            self.utility.times.observe(rows, drafting, self.pace(rows, alone))
+            self.events["without drafts, as is faster"] += not self.utility.drafting
+        right = [row for row, draft in plan.drafts.items() if draft.accepted]
+        wanted = [(row, s) for row, s in wanted if row not in plan.drafts or row in right]
         assert taken == wanted and before == [len(s.tokens) for s in ended]
         for _, sequence in taken:
             if sequence.state is State.FINISHED and len(sequence.tokens) < sequence.max_length:
@@ -523,6 +506,27 @@ class HostEngine:
             if chunk.sequence.score and chunk.start + chunk.count == chunk.sequence.prompt_len:
                 self._scored.add(chunk.sequence.order)
                 self.events["scores"] += 1
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """A sequence keeps its right drafts up to the first wrong one or to its end, and nothing else."""
+        for sequence in dict.fromkeys(plan.decodes[row] for row in plan.drafts):
+            drafts = [draft for row, draft in plan.drafts.items() if plan.decodes[row] is sequence]
+            kept = [draft.accepted for draft in drafts]
+            first = plan.positions[plan.decodes.index(sequence)] + 1
+            assert kept == sorted(kept, reverse=True), "kept after a wrong draft"
+            assert [d.token for d in drafts[: sum(kept)]] == sequence.tokens[first : first + sum(kept)]
+            self.events["drafts kept"] += sum(kept)
+            self.events["drafts dropped"] += len(kept) - sum(kept)
+            if sequence.state is State.FINISHED:
+                self.events["ends within drafts"] += not all(kept)
+                continue
+            if not all(kept):
+                assert drafts[sum(kept)].token != sequence.tokens[first + sum(kept)], "a right draft dropped"
+            self._stored[sequence.order] = sequence.computed
+            assert (sequence.computed, sequence.pending) == (len(sequence.tokens) - 1, 0)
+            assert len(sequence.blocks) == self.allocator.blocks_for(sequence.computed), (
+                "keeps drafts' blocks"
+            )
 
     def _recover(self) -> None:
         """A launch failed: what ran before it counts, all else is computed anew."""

@@ -1,7 +1,8 @@
 """An abort in any state gives everything back, and the neighbours do not notice."""
 
 from moejax.engine.scheduling.sequence import State
-from tests.engine.host_engine import LOOPS, Ask, Group, HostEngine, Limits
+from tests.engine.asks import Ask, Group
+from tests.engine.host_engine import LOOPS, HostEngine, Limits
 
 
 def _crowd(overlap: bool, **limits: int) -> tuple[HostEngine, Group, Group]:

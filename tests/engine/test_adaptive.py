@@ -15,7 +15,8 @@ from moejax.engine.llm import LLM
 from moejax.engine.scheduling.adaptive import METHODS, AdaptiveBatching, Fitted
 from moejax.engine.stats import StepRecord
 from moejax.engine.step.buckets import Buckets
-from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits
+from tests.engine.asks import Ask
+from tests.engine.host_engine import LOOPS, HostEngine, Limits
 from tests.engine.paged import greedy, prompt, tight, tokens
 from tests.engine.tiny import small_config
 

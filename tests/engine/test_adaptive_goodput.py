@@ -17,7 +17,7 @@ from moejax.core.scheduling import AdaptiveBatchingConfig
 from moejax.engine.scheduling.adaptive import METHODS
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.step.buckets import Buckets
-from tests.engine.host_engine import Ask
+from tests.engine.asks import Ask
 from tests.plain.fake_runner import FakeRunner
 
 BLOCKS, BLOCK = 400, 32

@@ -126,7 +126,7 @@ def check(plan: StepPlan, key: StepKey, batch: Batch) -> None:
     assert batch.position.tolist() == plan.positions + [-1] * (S - D)
     for row, (held, position) in enumerate(zip(plan.decodes, plan.positions, strict=True)):
         known = position < len(held.tokens)
-        assert batch.token[row] == (held.tokens[position] if known else -1)
+        assert batch.token[row] == (held.tokens[position] if known else -1 - held.slot)
         assert batch.rope_len[row] == max(held.prompt_len, position + 1)
     samples = {row: s for row, s in plan.sampling_rows()}
     assert [row for row in range(S) if batch.sample[row]] == list(samples)

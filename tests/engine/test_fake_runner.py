@@ -6,7 +6,8 @@ import pytest
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
-from tests.engine.host_engine import Ask, HostEngine, Limits, alone
+from tests.engine.asks import Ask
+from tests.engine.host_engine import HostEngine, Limits, alone
 from tests.plain.fake_runner import FakeRunner
 
 

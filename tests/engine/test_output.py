@@ -11,8 +11,7 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.builder import end_tokens
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.requests.tokenizer import Tokenizer
-from moejax.engine.scheduling.scheduler import end_reason
-from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.scheduling.sequence import Sequence, end_reason
 from tests.engine.tiny import (
     PROPERTY,
     SPECIALS,

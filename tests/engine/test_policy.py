@@ -16,7 +16,8 @@ from moejax.core.scheduling import SchedulingConfig, SloClass, Tenant
 from moejax.engine.requests.api import RequestOptions
 from moejax.engine.scheduling.policies import POLICIES, Fair, make_policy
 from moejax.engine.scheduling.sequence import Sequence, State
-from tests.engine.host_engine import LOOPS, Ask, Group, HostEngine, Limits
+from tests.engine.asks import Ask, Group
+from tests.engine.host_engine import LOOPS, HostEngine, Limits
 
 ONE = Limits(max_num_seqs=1, scheduling=SchedulingConfig(quantum_tokens=1, ageing_s=1e6))
 

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from moejax.engine.requests.api import SamplingParams
+from moejax.engine.step import sampler
 from moejax.engine.step.sampler import (
     Sampled,
     SamplerMode,
     SamplingArrays,
+    draw,
+    draw_or_keep,
     filter_scores,
     penalize,
     sample,
@@ -50,6 +53,7 @@ def run(
     seeds: Any = None,
     steps: Any = None,
     seen: np.ndarray | None = None,
+    draft: np.ndarray | None = None,
 ) -> Sampled:
     """`sample` on rows `[B, V]`, in the mode that the engine would choose unless one is given."""
     rows = len(params)
@@ -59,7 +63,8 @@ def run(
         seen_array = jnp.asarray(np.zeros((rows, V)) if seen is None else seen, jnp.int32)
     else:
         seen_array = None
-    return _sample(jnp.asarray(logits), arrays_of(*params, seeds=seeds), steps, seen_array, mode=mode)
+    arrays, mode = arrays_of(*params, seeds=seeds), mode._replace(rejection=draft is not None)
+    return _sample(jnp.asarray(logits), arrays, steps, seen_array, mode=mode, draft=draft)
 
 
 # -- float64 references --------------------------------------------------------------------------------
@@ -300,6 +305,64 @@ def test_draws_follow_the_distribution(name: str) -> None:
     for seeds, steps in ((count, np.full(rows, 3)), (np.full(rows, 7), count)):
         got = run(batch, [params] * rows, mode=FULL, seeds=seeds.tolist(), steps=steps, seen=seens)
         assert chi_square(np.asarray(got.tokens), want) > 1e-4
+
+
+DRAFTS = {
+    "right": lambda p: np.full(8000, p.argmax()),
+    "wrong": lambda p: np.full(8000, p.argmin()),
+    "mixed": lambda p: np.arange(8000) % (V + 1) - 1,  # one row in so many has none
+}
+
+
+def judged(params: SamplingParams, drafts: str) -> tuple[np.ndarray, Sampled, np.ndarray]:
+    """Drafts, what rows of the same logits make of them, and the probabilities of tokens without drafts."""
+    logits, rows = np.random.default_rng(4).uniform(-1.2, 1.2, V).astype(np.float32), 8000
+    want = reference_probabilities(logits, np.zeros(V, bool), params)
+    draft = DRAFTS[drafts](want).astype(np.int32)
+    mode = SamplerMode(greedy=False, filters=True, logprobs=0)
+    got = run(np.tile(logits, (rows, 1)), [params] * rows, mode=mode, seeds=range(rows), draft=draft)
+    np.testing.assert_allclose(got.logprob, log_softmax(logits)[np.asarray(got.tokens)], atol=1e-5)
+    return draft, got, want
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("name", ["plain", "hot", "top_k", "top_p", "min_p"])
+def test_tokens_judged_by_rejection_follow_the_distribution(name: str, drafts: str) -> None:
+    """Whatever is drafted; and a draft is kept as often as it is sampled."""
+    draft, got, want = judged(CASES[name], drafts)
+    tokens = np.asarray(got.tokens)
+    assert chi_square(tokens, want) > 1e-4
+    for token in np.unique(draft) if drafts == "mixed" else ():
+        assert chi_square(tokens[draft == token], want) > 1e-4
+
+
+def test_a_greedy_row_and_one_without_a_draft_draw_as_ever() -> None:
+    rows = np.random.default_rng(5).uniform(-1, 1, (64, V)).astype(np.float32)
+    for params, draft in ((SamplingParams(temperature=0.0), 3), (SamplingParams(), -1)):
+        ask = {"mode": SamplerMode(greedy=False), "seeds": range(64)}
+        judges = run(rows, [params] * 64, draft=np.full(64, draft, np.int32), **ask)
+        np.testing.assert_array_equal(judges.tokens, run(rows, [params] * 64, **ask).tokens)
+
+
+def forgets_to_remove_it(scores: jax.Array, draft: jax.Array, *row: jax.Array) -> jax.Array:
+    return jnp.where(draw_or_keep(scores, draft, *row) == draft, draft, draw(scores, *row))
+
+
+def judges_by_what_it_draws_with(scores: jax.Array, draft: jax.Array, *row: jax.Array) -> jax.Array:
+    with pytest.MonkeyPatch.context() as patch:
+        key = sampler._row_key
+        patch.setattr(sampler, "_row_key", lambda stream, *row: key(0, *row))
+        return draw_or_keep(scores, draft, *row)
+
+
+@pytest.mark.parametrize("defect", [forgets_to_remove_it, judges_by_what_it_draws_with])
+def test_a_defect_of_rejection_is_found(defect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "draw_or_keep", defect)
+    monkeypatch.setitem(
+        globals(), "_sample", jax.jit(lambda *a, **k: sample(*a, **k), static_argnames="mode")
+    )
+    _, got, want = judged(CASES["cold"], "right")
+    assert chi_square(np.asarray(got.tokens), want) < 1e-6
 
 
 def test_neighbouring_seeds_and_steps_draw_independently() -> None:

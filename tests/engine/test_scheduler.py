@@ -14,7 +14,8 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
-from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, alone, chunks_of, decodes_of, run
+from tests.engine.asks import Ask
+from tests.engine.host_engine import LOOPS, HostEngine, Limits, alone, chunks_of, decodes_of, run
 
 # -- admission ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Random workloads on the host side of the engine: after every step nothing is lost, shared in error or
 stuck, and every request gets the tokens that it would get alone. `test_state_defects.py` puts defects in."""
 
+import dataclasses
 from collections import Counter
 from typing import Any, ClassVar, get_args
 
@@ -26,9 +27,11 @@ from moejax.engine.requests.builder import roots_of
 from moejax.engine.scheduling import policies
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
+from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
-from tests.engine.host_engine import Ask, HostEngine, Limits
+from tests.engine.asks import Ask
+from tests.engine.host_engine import HostEngine, Limits
 from tests.examples import slow_but
 
 CACHE_EVENTS = (
@@ -80,6 +83,17 @@ EVENTS = (
     "scores",
     "stops",
     "tokens of ended sequences",
+)
+
+DRAFT_EVENTS = (
+    "abort with drafts in flight",
+    "drafts dropped",
+    "drafts kept",
+    "ends within drafts",
+    "hits",
+    "preemptions",
+    "swaps",
+    "without drafts, as is faster",
 )
 
 RARE = "swaps with forks to come"
@@ -185,11 +199,13 @@ class Machine(RuleBasedStateMachine):
     roots: ClassVar[Any] = staticmethod(roots_of)
     windows: type[WindowAllocator] = WindowAllocator
     swap: type[SwapSpace] = SwapSpace
+    speculation: type[Speculation] = Speculation
 
     @initialize(limits=limits())
     def start(self, limits: Limits) -> None:
         kinds = self.scheduler[limits.static], self.allocator, self.prefixes
-        self.engine = HostEngine(limits, *kinds, self.events, self.roots, self.windows, self.swap)
+        spaces = self.windows, self.swap, self.speculation
+        self.engine = HostEngine(limits, *kinds, self.events, self.roots, *spaces)
 
     @rule(batch=st.lists(kinds, min_size=1, max_size=6))
     def arrive(self, batch: list[Ask]) -> None:
@@ -329,6 +345,20 @@ class Swapping(Machine):
         super().start(limits)
 
 
+class Speculating(Machine):
+    """The same with drafts that are right always, never or now and then, all of them or those that steps of
+    random durations make worth while, with a memory or without."""
+
+    @initialize(
+        limits=st.one_of(limits(), limits(caches), limits(st.none())),
+        k=st.integers(1, 5),
+        right=st.sampled_from((0.0, 0.5, 1.0)),
+        utility=st.booleans(),
+    )
+    def start(self, limits: Limits, k: int, right: float, utility: bool) -> None:
+        super().start(dataclasses.replace(limits, static=False, k=k, right=right, utility=utility))
+
+
 def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[str]:
     """Runs the machine; returns what happened. Nothing is timed: a loaded machine must not fail a test."""
     machine.events = Counter()
@@ -351,6 +381,8 @@ def test_random_workloads(examples: int):
     every = [explore(machine, examples) for machine in (Machine, Remembering)]
     assert all(events["steps"] >= 5_000 for events in every)
     every.append(explore(Swapping, examples // 4))
+    drafting = explore(Speculating, examples // 2)
+    assert not [event for event in DRAFT_EVENTS if not drafting[event]], drafting
     wanted = {*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS} - ({RARE} if examples < 250 else set())
     assert not [event for event in wanted if not sum(every, Counter())[event]], every
 
@@ -359,8 +391,16 @@ def test_random_workloads(examples: int):
 def test_random_workloads_for_long():
     remembering = (*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS)
     swapping = (*EVENTS, *SWAP_EVENTS)
-    for machine, wanted in ((Machine, EVENTS), (Remembering, remembering), (Swapping, swapping)):
+    machines = (
+        (Machine, EVENTS),
+        (Remembering, remembering),
+        (Swapping, swapping),
+        (Speculating, DRAFT_EVENTS),
+    )
+    for machine, wanted in machines:
         events = explore(machine, 1_000, derandomize=False)
         assert events["steps"] >= 100_000
-        never = {"padding rows"} if machine is not Machine else set()
+        # Those with a memory, or what swaps, have no windows of their own.
+        windows = {"blocks left behind", "copies in windows"}
+        never = {"padding rows", *windows} if machine is not Machine else set()
         assert not [event for event in wanted if not events[event] and event not in never], events

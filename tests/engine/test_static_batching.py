@@ -10,7 +10,8 @@ from moejax.core.config import EngineConfig, StaticBatchingConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.scheduling.sequence import State
-from tests.engine.host_engine import LOOPS, Ask, HostEngine, Limits, chunks_of, decodes_of, run
+from tests.engine.asks import Ask
+from tests.engine.host_engine import LOOPS, HostEngine, Limits, chunks_of, decodes_of, run
 
 
 @LOOPS

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from experiments import compare as compare_experiment
 from experiments import latency as latency_experiment
 from experiments.launch.app import launch
-from experiments.launch.command_line import items, translate
+from experiments.launch.command_line import before_flags, items, translate
 from moejax.core.errors import ConfigError
 from tests.results.simulated import latency_run
 
@@ -36,6 +36,12 @@ def test_flags_their_values_and_overrides_are_no_words(tmp_path):
     (tmp_path / "seed=1").mkdir()
     assert translate(["seed=1", "seed=2"], "runs") == ['runs=["seed=1"]', "seed=2"]
     assert translate(["A", "seed=3"]) == ["A", "seed=3"]  # an experiment without words
+
+
+def test_what_is_added_to_a_command_line_stands_before_its_flags():
+    argv = ["-m", *translate(["--config-dir", "elsewhere", "seed=1"])]
+    assert before_flags(argv, ["seed=2"]) == ["-m", "seed=1", "seed=2", "--config-dir", "elsewhere"]
+    assert before_flags(["seed=1"], ["seed=2"]) == ["seed=1", "seed=2"]
 
 
 def test_words_and_the_list_at_once_are_refused():

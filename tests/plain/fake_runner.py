@@ -89,17 +89,21 @@ class FakeDevice:
             self._windows[destination] = list(self._windows[source])
         tokens = [0] * len(plan.sequences)
         queries = list(zip(plan.decodes, plan.positions, strict=True))
+        drafts = {(plan.decodes[row], plan.positions[row]): draft.token for row, draft in plan.drafts.items()}
         for chunk in plan.chunks:
             queries += [(chunk.sequence, chunk.start + i) for i in range(chunk.count)]
         for sequence, position in queries:
-            self._store(sequence, position)
+            self._store(sequence, position, drafts.get((sequence, position)))
         for sequence, position in queries if self.window is not None else ():
             self._look_through_window(sequence, position)
         for row, sequence in plan.sampling_rows():
-            step = sequence.generated - 1
-            tokens[row] = hash((self._attend(sequence), sequence.seed, step)) % self.vocab_size
+            # A row sees what is stored up to its own position, and of what follows nothing.
+            seen = plan.positions[row] + 1 if row < len(plan.decodes) - plan.idle else sequence.computed
+            step = seen - sequence.prompt_len
+            tokens[row] = hash((self._attend(sequence, seen), sequence.seed, step)) % self.vocab_size
         for row, sequence in plan.sampling_rows():
-            self._last[sequence.slot] = tokens[row]
+            # The device keeps no draft's: whose step has drafts is known to the host before the next one.
+            self._last[sequence.slot] = -1 if row in plan.drafts else tokens[row]
         return tokens
 
     def _block(self, block: int) -> list[int | None]:
@@ -107,10 +111,13 @@ class FakeDevice:
             raise AssertionError(f"block {block} does not exist")
         return self._cache.setdefault(block, [None] * self.block_size)
 
-    def _store(self, sequence: Sequence, position: int) -> None:
+    def _store(self, sequence: Sequence, position: int, draft: int | None = None) -> None:
         """Writes a position's hash."""
         known = position < len(sequence.tokens)
-        token = sequence.tokens[position] if known else self._last[sequence.slot]
+        token = sequence.tokens[position] if known else draft
+        if token is None:
+            token = self._last[sequence.slot]
+            assert token >= 0, f"{sequence!r} decodes what a step with drafts has sampled, which nobody read"
         before: int | None = -1 if sequence.identity is None else hash(sequence.identity)
         if position:
             index, offset = divmod(position - 1, self.block_size)
@@ -133,9 +140,9 @@ class FakeDevice:
             if block[offset] != self._block(sequence.blocks[index])[offset]:
                 raise AssertionError(f"{sequence!r} sees something else at {seen} through its window")
 
-    def _attend(self, sequence: Sequence) -> int:
-        """Hashes what all its positions hold, once this step's are written."""
-        hashes = [value for block in sequence.blocks for value in self._block(block)][: sequence.computed]
+    def _attend(self, sequence: Sequence, seen: int) -> int:
+        """Hashes what its first positions hold, once this step's are written."""
+        hashes = [value for block in sequence.blocks for value in self._block(block)][:seen]
         if None in hashes:
             raise AssertionError(f"{sequence!r} reads position {hashes.index(None)}, which was never written")
         return hash(tuple(hashes))

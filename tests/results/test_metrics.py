@@ -13,6 +13,7 @@ from moejax.results.metrics import (
     LATENCIES,
     RequestRecord,
     Slo,
+    by_place,
     case_row,
     compute_metrics,
     histograms,
@@ -38,6 +39,23 @@ def test_metrics_worked_out_by_hand():
     assert m["request_throughput"] == 1.0 and m["output_throughput"] == 2.0
     assert m["total_token_throughput"] == 7.0 and m["duration_s"] == 2.0
     assert m["request_goodput"] is None
+
+
+def test_drafts_count_by_place_and_tokens_that_come_together_are_one_gap():
+    first, second = record(0.0, [0.1, 0.2, 0.2, 0.2, 0.3]), record(0.0, [0.1, 0.1, 0.4])
+    for place, accepted in ((0, True), (1, True), (2, False), (0, False)):
+        first.metrics.verified(place, accepted)
+    second.metrics.verified(0, True)
+    assert (first.metrics.drafted, first.metrics.accepted) == ([2, 1, 1], [1, 1, 0])
+    assert first.metrics.itl == pytest.approx([0.1, 0.1])
+    records = [first, second]
+    assert by_place(records, "drafted") == [3, 1, 1] and by_place(records, "accepted") == [2, 1, 0]
+    m = compute_metrics(records, 1.0)
+    assert m["draft_acceptance"] == 3 / 5 and m["tokens_per_step"] == 6 / 3
+    assert m["max_itl_ms"] == pytest.approx(300.0) and m["itl_samples"] == 3
+    assert record_row(first)["drafted"] == [2, 1, 1] and "drafted" not in record_row(record(0.0, [0.1]))
+    plain = compute_metrics([record(0.0, [0.1])], 1.0)
+    assert plain["draft_acceptance"] is None and plain["tokens_per_step"] is None
 
 
 def test_names_are_vllms():

@@ -18,7 +18,7 @@ from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
 from moejax.bench.driver import drive
-from moejax.bench.latency.cases import plan_batches, prepare_peer
+from moejax.bench.latency.cases import plan_batches, prepare_peer, run_case
 from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
@@ -36,6 +36,8 @@ class BatchLoad:
 
     Attributes:
         cases: each case's fields in its row.
+        records: of all measured passes, by id of the backend and case.
+        hits: phase → experts visited in a mean step `[L]`, likewise, where it was recorded.
 
     Raises:
         ConfigError: a case longer than a backend's model allows.
@@ -45,10 +47,11 @@ class BatchLoad:
         self.workload = workload
         self.plan = plan_batches(backends, workload)
         self.cases: list[dict[str, Any]] = [dataclasses.asdict(case) for case, _ in self.plan]
+        self.records: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
+        self.hits: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
-    def _generate(self, backend: Backend, index: int) -> list[RequestOutput]:
-        case, prompts = self.plan[index]
-        return backend.generate(prompts, self.workload.batch_sampling(case))
+    def _generate(self, backend: Backend, index: int, **options: Any) -> list[RequestOutput]:
+        return run_case(backend, *self.plan[index], self.workload, **options)
 
     def warm_up(self, backend: Backend, case: int) -> None:
         """Runs a case until all is compiled."""
@@ -61,8 +64,16 @@ class BatchLoad:
     def run(self, backend: Backend, case: int) -> tuple[Metrics, list[dict[str, Any]]]:
         """Runs a case once: its metrics, and rows of requests.jsonl."""
         records, start, end = batch_records(self._generate(backend, case), case)
+        self.records[id(backend), case] += records
         metrics = compute_metrics(records, end - start, self.workload.slo)
         return metrics, [record_row(record, start) for record in records]
+
+    def record_hits(self, backend: Backend, case: int) -> None:
+        """Runs a case once of our own engine, and keeps which experts its steps visit."""
+        if (llm := engine_of(backend)) is not None:
+            llm.routing.reset()
+            self._generate(backend, case, record_routing=True)
+            self.hits[id(backend), case] = llm.routing.mean_hits
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
         """Returns the output token ids of a pass that is not timed."""
@@ -120,12 +131,16 @@ def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
     """Compiles and warms up every arm, and keeps the tokens that each gives for the same requests. From
     here on a compilation is a defect."""
     count = len(load.cases)
+    engines = [llm for arm in arms if (llm := engine_of(arm.backend)) is not None]
+    drafting = any(llm.engine_config.speculation.most for llm in engines)
     with progress("compiling and warming up", total=len(arms) * count) as task:
         for arm in arms:
             task.describe(f"compiling and warming up ({arm.name})")
             for case in range(count):
                 load.warm_up(arm.backend, case)
                 arm.tokens[case] = load.tokens(arm.backend, case)
+                if drafting and isinstance(load, BatchLoad):
+                    load.record_hits(arm.backend, case)
                 task.advance()
             if (llm := engine_of(arm.backend)) is not None:
                 llm.ledger.warmed_up = True

@@ -9,10 +9,12 @@ import numpy as np
 from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
+from moejax.bench.ab.speculation import speculation_rows
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.experiment_run import ExperimentRun
+from moejax.bench.latency.cases import answer_prompts
 from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
 from moejax.core.errors import ConfigError
@@ -56,6 +58,8 @@ def run_ab(
     load = kind(workload, [arm.backend for arm in arms])
     check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
     run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
+    if isinstance(load, BatchLoad):
+        answer_prompts(load.plan, [arm.backend for arm in arms], load.workload)
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
     result = _build(run, arms, load, judged, ab.metrics, ablation)
@@ -64,7 +68,7 @@ def run_ab(
         for index, arm in enumerate(arms)
         for row in arm.rows
     ]
-    tables = {name: result[name] for name in ("verdicts", "stages") if name in result}
+    tables = {name: result[name] for name in ("verdicts", "stages", "speculation") if result.get(name)}
     return run.finish(result, requests=requests, tables=tables)
 
 
@@ -198,6 +202,10 @@ def _build(
         ladder["reference"] = [dataclasses.asdict(stage) for stage in ablation.reference]
         for row in ladder["stages"]:
             metrics |= {f"{name}_{row['stage']}": row[name] for name in ("gain", "cumulative_gain")}
+    drafts = speculation_rows(arms, load)
+    for row in drafts if len(load.cases) == 1 else ():
+        speeds = {name: value for name, value in row.items() if name.startswith("speed_over_")}
+        metrics |= {f"{name}_{row['variant']}": value for name, value in speeds.items()}
     engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
@@ -221,6 +229,7 @@ def _build(
         ],
         not_judged=[name for name in asked if name not in judged_names],
         groups=_groups(arms, load),
+        speculation=drafts,
         **ladder,
     )
 

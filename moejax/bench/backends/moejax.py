@@ -33,9 +33,15 @@ class MoejaxBackend(Backend):
         """Accepts all: whatever is in `SamplingParams` the engine has."""
 
     def generate(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, record_routing: bool = False
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        record_routing: bool = False,
+        forget: bool = True,
     ) -> list[RequestOutput]:
-        self.llm.clear_prefix_cache()  # repetitions are not to find each other
+        if forget:  # repetitions are not to find each other
+            self.forget()
         return self.llm.generate(prompts, params, record_routing=record_routing)
 
     def submit(
@@ -98,7 +104,12 @@ class MoejaxBackend(Backend):
 
     def reset_stats(self) -> None:
         self.llm.reset_stats()
+        self.forget()
+
+    def forget(self) -> None:
+        """Has the engine begin with nothing that it remembers of requests."""
         self.llm.clear_prefix_cache()
+        self.llm.clear_drafts()
 
     def close(self) -> None:
         self.llm.close()

@@ -25,7 +25,9 @@ def against_first(measured: Sequence[Metrics], first: Sequence[Metrics]) -> dict
 
 
 def blank_unknown(row: dict[str, Any], *, itl_known: bool) -> dict[str, Any]:
-    """A row without the inter-token latencies of a backend whose tokens' instants are partly made up."""
+    """A row without the inter-token latencies, and tokens a step, of a backend whose tokens' instants are
+    partly made up."""
     if itl_known:
         return row
-    return {key: None if key.endswith(("_itl_ms", "itl_samples")) else row[key] for key in row}
+    unknown = ("_itl_ms", "itl_samples", "tokens_per_step")
+    return {key: None if key.endswith(unknown) else row[key] for key in row}

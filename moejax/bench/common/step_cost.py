@@ -35,14 +35,16 @@ class EngineSteps:
         self.weights = held_weights(llm.config, declared)
         self._model: dict[str, Any] = {"kv_dtype": llm.kv_cache_dtype, "weights": self.weights}
 
-    def decode(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:
-        """A mean decode step of a batch; hits `[L]`, of a mean step."""
+    def decode(self, case: LatencyCase, hits: np.ndarray, rows: float = 1.0) -> list[OpCost]:
+        """A mean decode step of a batch; hits `[L]`, of a mean step; `rows` of each sequence, drafts
+        included."""
         # Decode step j of output_len - 1 sees prompt_len + j tokens.
         context = case.prompt_len + case.output_len / 2
-        ones, seen = [1] * case.batch_size, [context] * case.batch_size
+        new, seen = [rows] * case.batch_size, [context] * case.batch_size
         return attribute(
-            self.llm.config, new_tokens=ones, context=seen, phase="decode", hits=hits, **self._model
-        )
+            self.llm.config, new_tokens=new, context=seen, phase="decode", hits=hits, logits=sum(new),
+            **self._model,
+        )  # fmt: skip
 
     def decode_bound(
         self, case: LatencyCase, hits: np.ndarray, hardware: Hardware | None

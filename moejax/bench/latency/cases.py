@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.backends.base import Backend
-from moejax.bench.backends.moejax import check_length
+from moejax.bench.backends.moejax import check_length, engine_of
 from moejax.bench.backends.registry import encoder
 from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
+from moejax.core.errors import ConfigError
+from moejax.engine.llm import LLM
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.results.metrics import RequestRecord
 from moejax.routing.capture import RoutingCapture
 
@@ -60,6 +63,8 @@ def plan_batches(
         RequestError: a backend cannot sample as the workload asks.
     """
     vocab_size, encode = min(backend.vocab_size for backend in backends), encoder(backends)
+    if workload.text == "own" and _first_engine(backends) is None:
+        raise ConfigError("workload.text=own needs an engine of moejax to answer: add backend=moejax")
     plan = []
     for case in latency_cases(workload):
         for backend in backends:
@@ -67,6 +72,38 @@ def plan_batches(
             backend.check(workload.sampling(case.output_len))
         plan.append((case, case_prompts(workload, case, vocab_size, encode=encode)))
     return plan
+
+
+def answer_prompts(
+    plan: Sequence[tuple[LatencyCase, list[list[int]]]], backends: Sequence[Backend], workload: WorkloadConfig
+) -> None:
+    """With `text=own` puts the greedy answer of the first of our engines behind the first quarter of each
+    prompt, in place of the rest."""
+    llm = _first_engine(backends)
+    for case, prompts in plan if llm is not None and workload.text == "own" else ():
+        assert llm is not None
+        start = -(-case.prompt_len // 4)
+        if tokens := case.prompt_len - start:
+            params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            answers = llm.generate([prompt[:start] for prompt in prompts], params)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                prompt[start:] = answer.outputs[0].token_ids
+
+
+def _first_engine(backends: Sequence[Backend]) -> LLM | None:
+    return next((llm for backend in backends if (llm := engine_of(backend)) is not None), None)
+
+
+def run_case(
+    backend: Backend, case: LatencyCase, prompts: list[list[int]], workload: WorkloadConfig, **options: Any
+) -> list[RequestOutput]:
+    """Runs a batch once; `options` are those of our own backend. With `text=seen` it was run just before."""
+    params = workload.batch_sampling(case)
+    if workload.text == "seen":
+        backend.generate(prompts, params)
+        if engine_of(backend) is not None:
+            options["forget"] = False
+    return backend.generate(prompts, params, **options)
 
 
 def prepare_peer(backend: Backend, workload: WorkloadConfig, cases: Sequence[LatencyCase]) -> None:

@@ -6,7 +6,7 @@ from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.compilation import shown_compilation
 from moejax.bench.common.trace_io import start_capture, take_capture
 from moejax.bench.experiment_run import ExperimentRun
-from moejax.bench.latency.cases import CaseData, prepare_peer
+from moejax.bench.latency.cases import CaseData, prepare_peer, run_case
 from moejax.bench.workload import WorkloadConfig
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
@@ -50,7 +50,7 @@ def _warm_up(data: Sequence[CaseData], workload: WorkloadConfig, task: Task) -> 
     task.describe("warming up")
     for item in data:
         for _ in range(workload.warmup):
-            item.backend.generate(item.prompts, workload.batch_sampling(item.case))
+            run_case(item.backend, item.case, item.prompts, workload)
             task.advance()
 
 
@@ -61,7 +61,7 @@ def _record(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     llm = backend.llm
     llm.routing.reset()
     start_capture(llm)
-    backend.generate(item.prompts, workload.batch_sampling(item.case), record_routing=True)
+    run_case(backend, item.case, item.prompts, workload, record_routing=True)
     item.counts = {phase: counts.copy() for phase, counts in llm.routing.counts.items()}
     item.overflow = dict(llm.routing.overflow)
     item.hits = llm.routing.mean_hits
@@ -81,7 +81,7 @@ def _turns(data: Sequence[CaseData], iteration: int) -> Iterator[int]:
 def _time(item: CaseData, workload: WorkloadConfig, index: int) -> None:
     """One timed pass."""
     start_capture(engine_of(item.backend))  # else the trace of all passes would pile up
-    outputs = item.backend.generate(item.prompts, workload.batch_sampling(item.case))
+    outputs = run_case(item.backend, item.case, item.prompts, workload)
     records, start, end = batch_records(outputs, index)
     item.durations.append(end - start)
     item.records += records

@@ -8,7 +8,7 @@ from moejax.bench.backends.moejax import as_backend, engine_of
 from moejax.bench.backends.registry import without_our_process
 from moejax.bench.common.trace_io import write_capture
 from moejax.bench.experiment_run import ExperimentRun
-from moejax.bench.latency.cases import CaseData, plan_batches
+from moejax.bench.latency.cases import CaseData, answer_prompts, plan_batches
 from moejax.bench.latency.measure import measure
 from moejax.bench.latency.rows import case_rows
 from moejax.bench.workload import WorkloadConfig
@@ -38,6 +38,7 @@ def run_latency(engines: Sequence[LLM | Backend], workload: WorkloadConfig, run:
     plan = plan_batches(backends, workload)
     data = [CaseData(case, backend, prompts) for case, prompts in plan for backend in backends]
     run.start_backends(backends, workload)
+    answer_prompts(plan, backends, workload)
     measure(data, workload, run)
     hardware, llm = run.hardware, engine_of(backends[0])
     if hardware is not None and llm is not None:

@@ -17,7 +17,7 @@ from moejax.core.quant import QuantConfig
 from moejax.engine.adapters import adapter_specs
 from moejax.engine.opening.resolve import ResolvedEngine, cache_dtype
 from moejax.engine.opening.start import make_runner, plan_cache
-from moejax.engine.opening.weights import Weights
+from moejax.engine.opening.weights import Weights, load
 from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
@@ -82,7 +82,7 @@ class EngineMemory:
         held = device_memory(model, parallel, self.declared, **sizes)
         # Prompts of all sequences may be fewer tokens than a step takes.
         tokens = min(engine.max_num_batched_tokens, engine.max_num_seqs * cache.max_model_len)
-        rows, tokens = (-(-size // resolved.microbatches) for size in (engine.max_num_seqs, tokens))
+        rows, tokens = (-(-size // resolved.microbatches) for size in (engine.max_rows, tokens))
         formula = step_bytes(
             model, parallel, rows, tokens, blocks=cache.num_blocks, block_size=cache.block_size,
             kv_dtype=cache.dtype, quantized=self.quantized, kernels=resolved.kernels != "xla",
@@ -92,6 +92,9 @@ class EngineMemory:
         stores += prefixes.host_memory_gb * (prefixes.enabled and prefixes.place == "host")
         beside = 4.0 * (engine.max_num_seqs + 1) * model.vocab_size
         beside += (resolved.platform == "cpu") * stores * 1e9 / parallel.num_devices
+        if (draft := resolved.draft) is not None:
+            mine = EngineMemory.of(draft, load(draft, fill=False))
+            beside += mine.certificate(cache=cache._replace(window=None, window_blocks=0)).held.total
         return Certificate(largest(held), step or formula, beside, limit, step is not None)
 
     def compiled_step(self, weights: Weights) -> float:

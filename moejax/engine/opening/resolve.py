@@ -67,6 +67,7 @@ class ResolvedEngine:
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
         resolutions: what was decided, and why.
+        draft: the other model that drafts, if one does.
     """
 
     parallel: ParallelConfig
@@ -93,6 +94,7 @@ class ResolvedEngine:
     microbatches: int
     replay: RoutingReplay | None
     resolutions: list[Resolution]
+    draft: "ResolvedEngine | None" = None
 
     def variant(self, engine: EngineConfig) -> "ResolvedEngine":
         """Returns the same model with the same weights behind another engine.
@@ -110,7 +112,7 @@ class ResolvedEngine:
             )
         limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
         policy = make_policy(engine, jax.process_count())
-        return dataclasses.replace(self, engine=engine, policy=policy, **limits)
+        return _with_draft(dataclasses.replace(self, engine=engine, policy=policy, **limits))
 
 
 def resolve(
@@ -191,7 +193,7 @@ def resolve(
     if padded > vocab:
         why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
         resolutions.append(Resolution("vocab_size", str(padded), why))
-    return ResolvedEngine(
+    resolved = ResolvedEngine(
         parallel=parallel,
         engine=engine,
         quant=quant,
@@ -212,6 +214,38 @@ def resolve(
         resolutions=resolutions,
         **limits,
     )
+    return _with_draft(resolved)
+
+
+def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
+    """Returns it with the model that drafts for it, if another one is to.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such model, or not one whose drafts the other can verify.
+    """
+    engine, vocab = resolved.engine, resolved.config.vocab_size
+    name = engine.speculation.draft
+    if engine.speculation.method != "draft" or name is None:
+        return dataclasses.replace(resolved, draft=None)
+    shared = ("platform", "kernels", "moe", "block_size", "compile_cache", "max_num_seqs", "autotune")
+    fields = {field: getattr(engine, field) for field in (*shared, "max_num_batched_tokens")}
+    alone = EngineConfig(max_model_len=resolved.max_model_len, **fields)
+    quant, seed = QuantConfig(kv_cache=resolved.quant.kv_cache), resolved.seed
+    form = "dummy" if resolved.source is None else "auto"
+    try:
+        draft = resolve(name, resolved.config.dtype, resolved.parallel, alone, quant, seed, form)
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"engine.speculation.draft: {error}") from error
+    refusals = {
+        f"a vocabulary of {draft.config.vocab_size} tokens, and the model one of {vocab}": (
+            draft.config.vocab_size != vocab
+        ),
+        "linear attention, whose states cannot be taken back": any(draft.config.linear_layers),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise ConfigError(f"engine.speculation.draft={name} has {reason}; name another model")
+    return dataclasses.replace(resolved, draft=draft)
 
 
 def _engine_limits(
@@ -231,6 +265,7 @@ def _engine_limits(
     check_capture(engine.capture_routing, config)
     check_rebalance(engine.rebalance, parallel, config, jax.process_count())
     _check_preemption(engine, config)
+    _check_speculation(engine, parallel, config)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -314,6 +349,39 @@ def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
         if engine.preemption != "recompute" and holds:
             raise ConfigError(
                 f"engine.preemption={engine.preemption} does not go with {reason}; use recompute"
+            )
+
+
+def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where drafts would leave their traces, or change what others get, and for what
+    the model has too few of to draft."""
+    speculation = engine.speculation
+    counts = {
+        "experts": config.num_experts_per_tok if any(config.moe_layers) else 0,
+        "layers": config.num_layers,
+    }
+    for name, count in counts.items():
+        if speculation.method == f"self_{name}" and (asked := getattr(speculation, name) or 1) > count:
+            raise ConfigError(
+                f"engine.speculation.{name}={asked}: a token of the model goes through {count} {name}; lower "
+                "it, or use another engine.speculation.method"
+            )
+    refusals = {
+        f"parallel.pp={parallel.pp}, whose stages would draft one after another": (
+            speculation.on_device and parallel.pp > 1
+        ),
+        "linear attention, whose states cannot be taken back": any(config.linear_layers),
+        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
+            engine.moe.execution == "capacity" and any(config.moe_layers)
+        ),
+        "parallel.exchange_capacity: what is dropped depends on the batch": (
+            parallel.exchange_capacity is not None
+        ),
+    }
+    for reason, holds in refusals.items():
+        if speculation.most and holds:
+            raise ConfigError(
+                f"engine.speculation.method={speculation.method} does not go with {reason}; use none"
             )
 
 

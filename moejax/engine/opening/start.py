@@ -1,5 +1,6 @@
 """Builds the engine of a resolved configuration around weights: cache, runner, scheduler, loop."""
 
+import dataclasses
 import time
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from moejax.core.version import __version__
 from moejax.core.words import byte_words
 from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
-from moejax.engine.opening.weights import Weights
+from moejax.engine.opening.weights import Weights, load
 from moejax.engine.pipeline.runner import PipelineRunner
 from moejax.engine.routing.rebalance import automatic
 from moejax.engine.scheduling.adaptive import METHODS
@@ -25,8 +26,9 @@ from moejax.engine.scheduling.groups import GroupScheduler, scheduler_of
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
+from moejax.engine.scheduling.utility import StepTimes
 from moejax.engine.step.device_runner import DeviceRunner
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec
 from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
 from moejax.sharding.distributed import agree
@@ -53,14 +55,17 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     """
     config = resolved.engine
     # What the weights of an engine that is only planned would take.
-    leaves = [leaf for stage in weights.functions for leaf in stage.leaves]
+    filled = all(isinstance(leaf, jax.Array) for leaf in weights.functions[0].leaves)
+    draft = load(resolved.draft, fill=filled) if resolved.draft else None
+    parts = [*weights.functions, *(draft.functions if draft else ())]
+    leaves = [leaf for part in parts for leaf in part.leaves]
     absent = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if not isinstance(leaf, jax.Array))
     cache, blocks = plan_cache(resolved, absent)
     parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
     beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
     overlap = parallel.attention == "data" and parallel.ep > 1 and bool(beside)
     ledger = CompileLedger(config.strict_compile, overlap)
-    runner = make_runner(resolved, weights, cache, ledger)
+    runner = make_runner(resolved, weights, cache, ledger, draft)
     engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
     engine.retries, engine.agree = config.retries, agree
     if config.rebalance.every_steps:
@@ -69,6 +74,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     if config.adaptive_batching.enabled:
         method = METHODS[config.adaptive_batching.method]
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
+    if config.speculation.most and config.speculation.depth == "utility":
+        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
     if config.preemption == "auto" and not absent:
         seconds = time_to_move(runner)
         for swap in engine.scheduler.swaps:
@@ -85,7 +92,13 @@ def plan_cache(resolved: ResolvedEngine, absent: int) -> tuple[CacheSpec, Resolu
     limits = resolved.max_model_len, parallel, kv_dtype, resolved.kernels, absent
     # As many as fit into every stage; of equals the reason of the one with the most layers.
     parts.sort(key=lambda part: part.num_layers, reverse=True)
-    sizes = (cache_blocks(engine, part, *limits, window=resolved.window) for part in parts)
+    with_each = 0
+    if (draft := resolved.draft) is not None:
+        split = parallel.kv_split(draft.config.num_kv_heads)
+        with_each = block_bytes(draft.config, engine.block_size, draft.kv_cache.value, split)
+    sizes = (
+        cache_blocks(engine, part, *limits, window=resolved.window, with_each=with_each) for part in parts
+    )
     blocks = min(sizes, key=lambda one: int(one.value))
     number, window = int(blocks.value), resolved.window
     own = blocks_of_window(engine, window, number)
@@ -93,9 +106,17 @@ def plan_cache(resolved: ResolvedEngine, absent: int) -> tuple[CacheSpec, Resolu
 
 
 def make_runner(
-    resolved: ResolvedEngine, weights: Weights, cache: CacheSpec, ledger: CompileLedger
+    resolved: ResolvedEngine,
+    weights: Weights,
+    cache: CacheSpec,
+    ledger: CompileLedger,
+    draft: Weights | None = None,
 ) -> DeviceRunner | PipelineRunner:
-    """Returns the runner of one stage or of several, whose captured traces say what model they are of."""
+    """Returns the runner of one stage or of several, whose captured traces say what model they are of.
+
+    Args:
+        draft: of the model that drafts (`ResolvedEngine.draft`); its runner is the returned one's `drafter`.
+    """
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
@@ -106,6 +127,19 @@ def make_runner(
     else:
         ((functions, place),) = pairs
         runner = DeviceRunner(functions, *common, place=place, store_slots=slots)
+        if resolved.draft is not None and draft is not None:
+            # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
+            kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)
+            DeviceRunner(
+                draft.functions[0],
+                dataclasses.replace(resolved.engine, capture_routing=False),
+                kept,
+                PartLedger(ledger, "draft"),
+                resolved.draft.kernels,
+                place=resolved.draft.places[0],
+                store_slots=slots,
+                leader=runner,
+            )
     if runner.capture is not None:
         runner.capture.meta = {
             "model": resolved.directory.name if resolved.directory else None,
@@ -179,7 +213,7 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:
     """Returns how many blocks layers with a sliding window have of their own; 0: none."""
     sizes = engine.block_size, engine.max_num_seqs, engine.max_num_batched_tokens, num_blocks
-    return window_blocks(window, *sizes) if window is not None else 0
+    return window_blocks(window + engine.speculation.most, *sizes) if window is not None else 0
 
 
 def cache_blocks(
@@ -191,6 +225,7 @@ def cache_blocks(
     kernels: str = "xla",
     absent: int = 0,
     window: int | None = None,
+    with_each: int = 0,
 ) -> Resolution:
     """Decides the number of blocks of the key/value cache (of each data-parallel group), with the reason.
 
@@ -199,13 +234,14 @@ def cache_blocks(
         kernels: implementation of the GPU kernels, "xla" for none.
         absent: bytes of weights that are not on the devices yet.
         window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
+        with_each: bytes of a block of the model that drafts.
 
     Raises:
         ConfigError: the memory allowed does not hold one block; more blocks are asked for than kernels take.
     """
     split = parallel.kv_split(config.num_kv_heads)
     kinds, block = config.cache_kinds(window), (config, engine.block_size, kv_dtype or config.dtype, split)
-    key, size = "engine.num_blocks", block_bytes(*block, layers=kinds.count("blocks"))
+    key, size = "engine.num_blocks", block_bytes(*block, layers=kinds.count("blocks")) + with_each
     # Codes of a block of one layer, where there are kernels that must index them.
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:

@@ -73,6 +73,9 @@ def _split(
         rows += mine
         part.decodes = [plan.decodes[row] for row in rows]
         part.positions = [plan.positions[row] for row in rows]
+        # A sequence's rows keep their order, so that each finds the keys of those before it.
+        part.drafts = {i: plan.drafts[row] for i, row in enumerate(rows) if row in plan.drafts}
+        part.judged = {i: plan.judged[row] for i, row in enumerate(rows) if row in plan.judged}
         part.idle = sum(row in ended for row in rows)
     if plan.chunks:
         _cut_chunks(plan, parts[:chunks])

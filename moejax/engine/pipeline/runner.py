@@ -35,13 +35,13 @@ from jax.experimental import multihost_utils
 from moejax.cache.pool import BlockPool
 from moejax.core.config import EngineConfig
 from moejax.engine.pipeline.microbatches import Part, split_plan
-from moejax.engine.pipeline.stage import Stage, StageLedger
+from moejax.engine.pipeline.stage import Stage
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.ledger import CompileLedger
+from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec, StepKey
 from moejax.engine.step.program import PagedFunctions, PagedOutput
 from moejax.engine.step.runner import StepResult
@@ -109,7 +109,7 @@ class PipelineRunner(BucketRunner):
                 functions,
                 config,
                 cache,
-                StageLedger(ledger, i),
+                PartLedger(ledger, f"stage {i}"),
                 kernels,
                 replay,
                 place=place,
@@ -271,8 +271,8 @@ class PipelineRunner(BucketRunner):
         """Returns the last microbatch that sampled what a row decodes and the host has not read."""
         needs = -1
         for group, part in enumerate(plan.groups):
-            for sequence, position in zip(part.decodes, part.positions, strict=True):
-                if position >= len(sequence.tokens):
+            for row, (sequence, position) in enumerate(zip(part.decodes, part.positions, strict=True)):
+                if position >= len(sequence.tokens) and row not in part.drafts:
                     needs = max(needs, self._sampled_by[group, sequence.slot])
         return needs
 
@@ -317,13 +317,17 @@ class PipelineRunner(BucketRunner):
         """Returns the buckets of a whole step, and of one microbatch of a full step."""
         whole = self._all_buckets(self.buckets.segments.num_blocks)
         thinned = whole.thinned(self.config, max_total_len)
-        rows = whole.rows_for(-(-self.config.max_num_seqs // self.microbatches))
+        rows = {
+            whole.rows_for(-(-size // self.microbatches))
+            for size in (self.config.max_num_seqs, self.config.max_rows)
+        }
         last = whole.tokens_for(min(whole.tokens[-1], whole.rows[-1] * max_total_len))
         tokens = whole.tokens_for(-(-last // self.microbatches))
         return Buckets(
-            tuple(sorted({*thinned.rows, rows})),
+            tuple(sorted({*thinned.rows, *rows})),
             tuple(sorted({*thinned.tokens, tokens})),
             thinned.segments,
             thinned.segment_counts,
             kept_blocks=thinned.kept_blocks,
+            drafts=thinned.drafts,
         )

@@ -1,6 +1,5 @@
 """One pipeline stage on its devices: weights, pages, programs. `moejax.engine.pipeline.runner` drives it."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -10,25 +9,12 @@ import numpy as np
 from moejax.engine.scheduling.plan import Plan
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.device_runner import DeviceRunner
-from moejax.engine.step.ledger import CompileLedger, Program
+from moejax.engine.step.ledger import Program
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.program import Captured, DeviceState, PagedOutput
 from moejax.engine.step.sampler import Sampled
 from moejax.routing.capture import id_dtype
 from moejax.sharding.spmd import MeshDevices
-
-
-class StageLedger(CompileLedger):
-    """Puts a stage's programs into the ledger of all, under names of its own."""
-
-    def __init__(self, whole: CompileLedger, stage: int) -> None:
-        super().__init__(whole.strict)
-        self._whole, self._stage = whole, stage
-
-    def get(
-        self, function: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
-    ) -> Callable[..., Any]:
-        return self._whole.get(f"stage {self._stage} {function}", key, build, args)
 
 
 class Stage(DeviceRunner):

@@ -99,6 +99,11 @@ class SamplingParams(Checked, error=RequestError):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalized(self) -> bool:
+        """Tells whether logits depend on how often the prompt and the output have each token."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True)
 class RequestOptions(Checked, error=RequestError):
@@ -126,13 +131,16 @@ class RequestMetrics:
     seen to be there (before the launch of a next step, if it was by then), scheduled_time when the first step
     that held it was scheduled. `ttft`, `tpot` and `e2e` are durations in seconds. `preemptions` counts how
     often a sample of it lost its cache blocks, `cached_tokens` how many of its prompt's tokens were found
-    computed (`engine.prefix_cache`)."""
+    computed (`engine.prefix_cache`). `drafted[i]` counts steps that had an i-th draft to verify, from 0
+    (`engine.speculation`), `accepted[i]` those in which it was right with all before it."""
 
     arrival_time: float
     token_times: list[float] = field(default_factory=list, repr=False)
     scheduled_time: float | None = None
     preemptions: int = 0
     cached_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -152,8 +160,17 @@ class RequestMetrics:
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies, one per output token after the first."""
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+        """Inter-token latencies, between the instants at which tokens came: several come at one where drafts
+        were right."""
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False) if b > a]
+
+    def verified(self, place: int, accepted: bool) -> None:
+        """Takes note of a step's draft at `place`."""
+        while len(self.drafted) <= place:
+            self.drafted.append(0)
+            self.accepted.append(0)
+        self.drafted[place] += 1
+        self.accepted[place] += accepted
 
 
 @dataclass

@@ -23,8 +23,7 @@ from moejax.engine.requests.output import OutputProcessor
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.scheduler import end_reason
-from moejax.engine.scheduling.sequence import Bias, Sequence, State
+from moejax.engine.scheduling.sequence import Bias, Sequence, State, end_reason
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
@@ -53,6 +52,8 @@ class RequestBuilder:
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
         self.whole_in, self.replay, self.adapters = whole_in, replay, adapters
         self.slo_classes = resolved.engine.scheduling.slo_classes
+        drafts = resolved.engine.speculation
+        self.rejection = drafts.most > 0 and drafts.acceptance == "rejection"
         self.limited = resolved.moe.execution == "capacity" or resolved.parallel.exchange_capacity is not None
         quant, drawn = resolved.quant, resolved.seed if resolved.source is None else None
         told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn))
@@ -119,8 +120,12 @@ class RequestBuilder:
 
     def check_resumable(self) -> None:
         """Raises `RequestError` where a request's tokens depend on more than itself."""
-        if self.limited or self.replay is not None:
-            what = "what else is in its steps (limited capacity)" if self.limited else "a replayed trace"
+        reasons = {
+            "what else is in its steps (limited capacity)": self.limited,
+            "what was drafted (engine.speculation.acceptance=rejection)": self.rejection,
+            "a replayed trace": self.replay is not None,
+        }
+        if what := next((reason for reason, holds in reasons.items() if holds), None):
             raise RequestError(f"interrupt and resume: here a request's tokens depend on {what}")
 
     def identity(self, options: RequestOptions, adapter: LoadedAdapter | None) -> Hashable:
@@ -297,6 +302,7 @@ class RequestBuilder:
         return sampler_mode([params], self.vocab_size)._replace(
             logprobs=self.logprobs_size(params.logprobs),
             biases=1 << (len(biases) - 1).bit_length() if biases else 0,
+            rejection=self.rejection and not (params.greedy or params.penalized),
         )
 
     def logprobs_size(self, count: int | None) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.routing.cached import CachedRouting, places_of
-from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.plan import Draft, Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens, id_dtype
 
@@ -135,12 +135,17 @@ class RoutingRecorder:
             first, active = group * each, len(part.decodes) - part.idle
             cached, where = (self._cached[group], places[group]) if places else (None, [])
             if active:
-                index = self._decoded(part, active)
+                # A wrong draft's token is none of its sequence's.
+                drafts: dict[int, Draft] = part.drafts
+                mine: slice | list[int] = slice(active)
+                if drafts:
+                    mine = [row for row in range(active) if row not in drafts or drafts[row].accepted]
+                index = self._decoded(part, active)[mine]
                 index[:, _STEP] = step
-                new = ids[first : first + active], weights[first : first + active]
+                new = ids[first : first + active][mine], weights[first : first + active][mine]
                 self._write(*new, index)
                 if cached:
-                    cached.write(np.concatenate(where[:active]), *new)
+                    cached.write(np.concatenate(where[:active])[mine], *new)
             first += rows
             for number, chunk in enumerate(part.chunks, active):
                 new = ids[first : first + chunk.count], weights[first : first + chunk.count]

@@ -16,6 +16,7 @@ from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
 
@@ -43,6 +44,7 @@ class GroupScheduler:
     running: list[Sequence] = of_groups("running", joined)
     num_waiting: int = of_groups("num_waiting")
     idle: bool = of_groups("idle", all)
+    drafts: bool = of_groups("drafts", any)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises `RequestError` for what could never run in any group."""
@@ -174,6 +176,7 @@ def scheduler_of(
             policy,
             WindowAllocator(window[1], config.block_size, window[0]) if window else None,
             SwapSpace(config.preemption, slots, swapped),
+            Speculation(config.speculation) if config.speculation.most else None,
         )
         for _ in range(groups)
     ]

@@ -1,6 +1,6 @@
 """The plan of one step: made by the scheduler, read by runners and batch builders. No JAX.
 
-decodes     d0 d1 …              one row each
+decodes     d0 d1 …              one row each, then one for each draft
 chunks      c0 f f  c1  c2 f …   a row for each chunk's sequence, then one for each fork that starts with it
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from moejax.cache.prefix import Node
 from moejax.engine.scheduling.sequence import Sequence
 
 
@@ -32,6 +33,23 @@ class Chunk:
         return min(self.count, max(0, sequence.prompt_len - 1 - self.start)) * (sequence.prompt_logprobs >= 0)
 
 
+UNKNOWN = -1
+"""Stands for a draft that the runner makes at launch, and puts in its place when it collects the step."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """The token that a row decodes before it is known, the last of `tokens`, which follow the sequence's;
+    `accepted` once they are, and were right."""
+
+    tokens: tuple[int, ...]
+    accepted: bool = False
+
+    @property
+    def token(self) -> int:
+        return self.tokens[-1]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """The work of one step. Rows: the decodes, then each chunk's sequence followed by its new forks.
@@ -47,6 +65,9 @@ class StepPlan:
         preempted: sequences that lost their blocks for this plan.
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
         min_tokens: chunk tokens that static batching computes, padding included; 0 in continuous batching.
+        drafts: of the decodes those that continue others of their sequence in this step, by row.
+        judged: the draft that a row's sampled token must be for the next one's to count, by row.
+        drafting: the number of the draft that the rows make, for this step's runner alone; 0: they sample.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -60,6 +81,9 @@ class StepPlan:
     preempted: int = 0
     idle: int = 0
     min_tokens: int = 0
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    judged: dict[int, Draft] = field(default_factory=dict)
+    drafting: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +112,14 @@ class StepPlan:
                 if chunk.last and not sequence.score:
                     yield row, sequence
                 row += 1
+
+    def fetch(self, node: Node, block: int) -> None:
+        """Has a block filled with what a node has, from the host's store or else from the pool."""
+        if node.slot is not None:
+            self.loads.append((node.slot, block))
+        else:
+            assert node.block is not None
+            self.copies.append((node.block, block))
 
     def written(self, block_size: int) -> set[int]:
         """Returns the blocks that the step writes. To be asked at its launch: tables go on changing."""
@@ -134,3 +166,19 @@ class GroupPlan:
 
 Plan = StepPlan | GroupPlan
 """A step's plan as the loop and runners read it."""
+
+
+def draft_plans(plan: Plan) -> list[Plan]:
+    """Returns the steps that make a plan's unknown drafts, in order: each decodes the token before them."""
+    numbers = {len(d.tokens) for part in plan.groups for d in part.drafts.values() if d.token == UNKNOWN}
+    plans: list[Plan] = []
+    for number in sorted(numbers):
+        parts = [StepPlan(drafting=number) for _ in plan.groups]
+        for part, whole in zip(parts, plan.groups, strict=True):
+            rows = [row for row, draft in whole.drafts.items() if len(draft.tokens) == number]
+            part.decodes = [whole.decodes[row] for row in rows]
+            part.positions = [whole.positions[row] - 1 for row in rows]
+            if number > 1:
+                part.drafts = {i: Draft((UNKNOWN,) * (number - 1)) for i in range(len(rows))}
+        plans.append(parts[0] if len(parts) == 1 else GroupPlan(parts))
+    return plans

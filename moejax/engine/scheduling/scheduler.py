@@ -16,12 +16,12 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
-from moejax.cache.prefix import NOTHING, Match, Node, PrefixTree
+from moejax.cache.prefix import NOTHING, Match, PrefixTree
 from moejax.core.errors import RequestError
-from moejax.engine.requests.api import FinishReason
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
-from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason
+from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.swap import SwapSpace
 
 
@@ -36,6 +36,7 @@ class Scheduler:
         policy: who goes first; first come first served by default.
         windows: blocks of layers with a sliding window, where these have their own.
         swap: what becomes of what is preempted; computed again by default.
+        speculation: drafts for those that decode; none by default.
 
     Two limits may be lowered between steps, to 1 at least: `most_running`, sequences that run at a time (a
     request of more samples runs alone), and `most_prefill`, prompt tokens of a step that decodes. Nobody is
@@ -50,6 +51,7 @@ class Scheduler:
         policy: Policy | None = None,
         windows: WindowAllocator | None = None,
         swap: SwapSpace | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.allocator = allocator
         self.windows = windows
@@ -59,6 +61,7 @@ class Scheduler:
         self.most_running, self.most_prefill = max_num_seqs, max_num_batched_tokens
         self.policy = policy or Policy()
         self.swap = swap or SwapSpace()
+        self.speculation = speculation
         self.running: list[Sequence] = []  # by rising policy key
         # A heap by (over its tenant's quota, *rank), order; holds finished ones until they surface.
         self._waiting: list[tuple[Any, int, Sequence]] = []
@@ -74,6 +77,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.running and not self.num_waiting
+
+    @property
+    def drafts(self) -> bool:
+        """Tells whether the next step may have drafts, which continue tokens that must be read before."""
+        return self.speculation is not None and self.speculation.wanted(self.running)
 
     def waiting(self) -> list[Sequence]:
         """Returns the queue in the policy's order."""
@@ -144,6 +152,9 @@ class Scheduler:
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
             budget -= self._begin(first, plan, budget)
         self._fork(plan)
+        # Beside a prompt drafts would cost more, and steps in as many more shapes; they preempt nobody.
+        if self.speculation is not None and not plan.chunks and plan.preempted == before:
+            self.speculation.draft(plan, budget, self.allocator, self.windows)
         if plan.decodes or plan.chunks:
             plan.saves = self.take_saves()
             return plan
@@ -165,7 +176,8 @@ class Scheduler:
                 self.windows.trim(sequence.window_blocks, sequence.computed - 1)
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
-        """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored).
+        """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored, and those
+        whose draft was wrong).
 
         Sequences that reach `max_length` or a stop token end, with that as `finish_reason`, and give up what
         they own. A sequence that has ended since the plan was made gets nothing.
@@ -174,10 +186,16 @@ class Scheduler:
             The rows whose token was taken, with their sequences.
         """
         taken = []
+        speculation = self.speculation if plan.drafts else None
+        if speculation is not None:
+            speculation.take_back(plan)
         for row, sequence in plan.sampling_rows():
             if sequence.state is State.FINISHED:
                 continue
-            sequence.pending -= 1
+            if speculation is None or row not in plan.drafts:
+                sequence.pending -= 1
+            elif not speculation.accept(plan, row):
+                continue
             sequence.tokens.append(tokens[row])
             taken.append((row, sequence))
             if self.policy.charges:
@@ -188,6 +206,10 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.last and chunk.sequence.score:
                 self.finish(chunk.sequence)
+        if speculation is not None:
+            speculation.give_back(plan, self.allocator)
+        if self.speculation is not None:
+            self.speculation.judge(dict.fromkeys(sequence for _, sequence in taken))
         return taken
 
     def take_saves(self) -> list[tuple[int, int]]:
@@ -237,6 +259,8 @@ class Scheduler:
             self._dequeue(sequence)
             self.swap.forget(sequence)
         sequence.state = State.FINISHED
+        if self.speculation is not None:
+            self.speculation.ended(sequence)
         for fork in sequence.forks:
             fork.state = State.FINISHED
         sequence.forks = []
@@ -521,27 +545,18 @@ class Scheduler:
             if node in taken:
                 blocks.append(taken[node])
                 continue
-            self._fetch(node, self._new_block(blocks), plan)
+            plan.fetch(node, self._new_block(blocks))
             mine &= node.block is None
             if mine:  # what follows another table's block may not outlive that
                 prefixes.place(node, blocks[-1])
         if match.partial is not None:
-            self._fetch(match.partial, self._new_block(blocks), plan)
+            plan.fetch(match.partial, self._new_block(blocks))
             sources["partial"] += match.extra
         allocator.release(copied)
         sequence.computed = sequence.cached = match.tokens
         prefixes.use(match)
         again = sequence.preemptions > 0 or sequence.generated > 0  # resumed
         prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, again)
-
-    @staticmethod
-    def _fetch(node: Node, block: int, plan: StepPlan) -> None:
-        """Has a block filled with what a node has, from the host's store or else from the pool."""
-        if node.slot is not None:
-            plan.loads.append((node.slot, block))
-        else:
-            assert node.block is not None
-            plan.copies.append((node.block, block))
 
     def _new_block(self, blocks: list[int]) -> int:
         """Adds a block of its own to a table and returns it."""
@@ -582,18 +597,3 @@ class Scheduler:
     def _dequeue(self, sequence: Sequence) -> None:
         self.num_waiting -= sequence.samples
         self.policy.left(sequence)
-
-
-def end_reason(sequence: Sequence) -> FinishReason | None:
-    """Returns why a sequence ends with its newest token; None if it goes on."""
-    if sequence.tokens[-1] in sequence.stop_ids:
-        return "stop"
-    return sequence.limit_reason if len(sequence.tokens) >= sequence.max_length else None
-
-
-def decodes_next(sequence: Sequence) -> bool:
-    """Tells whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
-    length = len(sequence.tokens) + sequence.pending
-    if length - sequence.computed != 1 or sequence.computed == 0:
-        return False
-    return length < sequence.max_length and not sequence.forks and not sequence.score

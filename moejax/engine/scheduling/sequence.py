@@ -127,3 +127,18 @@ class Sequence:
         return (
             f"<Sequence {self.order} {self.state.value} {self.computed}/{self.length} of {self.max_length}>"
         )
+
+
+def end_reason(sequence: Sequence) -> FinishReason | None:
+    """Returns why a sequence ends with its newest token; None if it goes on."""
+    if sequence.tokens[-1] in sequence.stop_ids:
+        return "stop"
+    return sequence.limit_reason if len(sequence.tokens) >= sequence.max_length else None
+
+
+def decodes_next(sequence: Sequence) -> bool:
+    """Tells whether one token is all it needs to sample the next. A prompt's last token alone counts too."""
+    length = len(sequence.tokens) + sequence.pending
+    if length - sequence.computed != 1 or sequence.computed == 0:
+        return False
+    return length < sequence.max_length and not sequence.forks and not sequence.score

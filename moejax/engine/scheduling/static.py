@@ -4,8 +4,8 @@ from typing import Any
 
 from moejax.core.config import StaticBatchingConfig
 from moejax.engine.scheduling.plan import StepPlan
-from moejax.engine.scheduling.scheduler import Scheduler, decodes_next
-from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.scheduling.scheduler import Scheduler
+from moejax.engine.scheduling.sequence import Sequence, decodes_next
 
 
 class StaticScheduler(Scheduler):

@@ -21,11 +21,11 @@ import numpy as np
 from moejax.cache.segments import SegmentLayout
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.plan import UNKNOWN, Draft, Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step import attention_kernels, attention_xla
 from moejax.engine.step.buckets import Buckets
-from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.limits import DRAFTS, FOLLOWS, Limits, StepKey
 from moejax.engine.step.sampler import SamplerMode, SamplingArrays, common_mode, sampling_values
 from moejax.engine.step.tables import BlockTables
 from moejax.moe.router import Replay
@@ -37,8 +37,9 @@ class Batch(NamedTuple):
     """One step's arrays on the device; S rows, T chunk tokens.
 
     Attributes:
-        slot: int32 `[S]`, place of each row in the per-sequence state; the one past the last for padding.
-        token: int32 `[S]`, what a row decodes; -1: what its slot sampled last.
+        slot: int32 `[S]`, place of each row in the per-sequence state; the one past the last for padding. Of
+            a row that drafts the draft's place.
+        token: int32 `[S]`, what a row decodes; -1 - i: what `DeviceState.last` has at i.
         position: int32 `[S]`, where; -1 for a row that does not decode.
         logit: int32 `[S]`, flat index that a row samples from.
         step: int32 `[S]`, tokens that it has generated before.
@@ -49,6 +50,8 @@ class Batch(NamedTuple):
         window: the same of layers with a sliding window, where these have blocks of their own.
         sampling: the rows' parameters, None for a greedy step without penalties.
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
+        draft: int32 `[S]`, the draft that a row's token is to be, as in `token`, or -1 for none; only with
+            `mode.rejection`.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
             this step), `seen_as` `[S]` (the row that has seen what it has, a fork's parent) and `prompt_len`
             `[S]`; only with penalties, and the last three with chunks where sequences have states.
@@ -73,6 +76,7 @@ class Batch(NamedTuple):
     bias_token: jax.Array | None
     bias_value: jax.Array | None
     bias_if: jax.Array | None
+    draft: jax.Array | None
     chunk_row: jax.Array | None
     fresh: jax.Array | None
     seen_as: jax.Array | None
@@ -110,6 +114,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes["chunk_row"] = (T,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
+    if key.mode.rejection:
+        shapes["draft"] = (S,)
     if key.prompt_logprobs >= 0:
         shapes["target"] = (T,)
     if limits.adapters:
@@ -176,9 +182,9 @@ class BatchBuilder:
         replay: the trace that is replayed, where `limits` say so.
 
     `warm_modes` are the sampler modes that warm-up has compiled. A batch runs in the first of them that does
-    all it needs, in its own least mode where there is none; `warm_prompt_logprobs` likewise, by size.
-    With `record_all` every step records its routing; with `counting` every step counts it, whether anybody
-    asked or not, so that one program serves both.
+    all it needs, in its own least mode where there is none; `warm_prompt_logprobs` likewise, by size, and
+    `warm_owners`. With `record_all` every step records its routing; with `counting` every step counts it,
+    whether anybody asked or not, so that one program serves both.
     """
 
     def __init__(self, buckets: Buckets, limits: Limits, replay: RoutingReplay | None = None) -> None:
@@ -188,6 +194,7 @@ class BatchBuilder:
         self.replay = replay
         self.warm_modes: list[SamplerMode] = []
         self.warm_prompt_logprobs: list[int] = []
+        self.warm_owners: list[int] = []
         self.record_all = self.counting = False
 
     def key(self, plan: Plan) -> StepKey:
@@ -231,18 +238,33 @@ class BatchBuilder:
             rows=self.buckets.rows_for(len(rows), tokens),
             tokens=self.buckets.tokens_for(computed),
             blocks=self.buckets.segments.ends[segments - 1],
-            owners=1 << (shared - 1).bit_length(),
+            owners=self._owners(1 << (shared - 1).bit_length()),
             mode=self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
             record=self.record_all or self.counting or any(s.record for s in rows),
             prompt_logprobs=self._prompt_logprobs(plan),
+            draft=DRAFTS if plan.drafting else 0,
         )
 
     def common(self, keys: Items[StepKey]) -> StepKey:
         """Returns the least bucket that holds all of these."""
-        if len(keys) == 1:
-            return keys[0]
-        largest = StepKey(*map(max, *keys))
-        return largest._replace(mode=self._compiled(common_mode({key.mode for key in keys})))
+        common = keys[0]
+        if len(keys) > 1:
+            largest = StepKey(*map(max, *keys))
+            common = largest._replace(mode=self._compiled(common_mode({key.mode for key in keys})))
+        return self.drafting(common) if common.draft else common
+
+    def drafting(self, key: StepKey) -> StepKey:
+        """Returns the step that drafts for one: nobody records or reports of it. A draft is drawn with the
+        noise with which it is verified, where that is how they are compared, and else is the likeliest."""
+        assert self.limits.drafter is not None
+        mode = key.mode._replace(penalty=False, logprobs=-1)
+        if self.limits.drafter.acceptance == "rejection":
+            mode = SamplerMode(biases=mode.biases)
+        return key._replace(mode=mode, record=False, draft=DRAFTS)
+
+    def following(self, key: StepKey) -> StepKey:
+        """Returns the step that only stores keys and values where another one samples, too."""
+        return key._replace(mode=SamplerMode(), record=False, prompt_logprobs=-1, draft=FOLLOWS)
 
     def _fill(self, buffer: np.ndarray, plan: StepPlan, key: StepKey, tables: list[BlockTables]) -> None:
         """Writes a plan into its part of the buffer, all zero before."""
@@ -267,6 +289,10 @@ class BatchBuilder:
             _fill_biases(views, plan)
         if self.limits.adapters:
             self._adapters(views["adapter"], plan, key.rows)
+        if key.mode.rejection:
+            views["draft"][:] = -1
+            for row, draft in plan.judged.items():
+                views["draft"][row] = self._token(draft, plan.decodes[row])
         if self.replay is not None:
             self.replay.fill(views, plan, key.rows)
 
@@ -297,24 +323,30 @@ class BatchBuilder:
         least = max((chunk.sequence.prompt_logprobs for chunk in plan.chunks if chunk.scored), default=-1)
         return min((count for count in self.warm_prompt_logprobs if count >= least), default=least)
 
+    def _owners(self, least: int) -> int:
+        return min((count for count in self.warm_owners if count >= least), default=least)
+
     def _compiled(self, least: SamplerMode) -> SamplerMode:
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
     def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence]) -> None:
         D, n, S = len(plan.decodes), len(rows), len(views["slot"])
-        views["slot"][:n] = [s.slot for s in rows]
+        views["slot"][:n] = [self.limits.place(s.slot, plan.drafting) for s in rows]
         views["slot"][n:] = self.limits.slots
         views["token"][:D] = [
-            s.tokens[p] if p < len(s.tokens) else -1
+            s.tokens[p] if p < len(s.tokens) else -1 - s.slot
             for s, p in zip(plan.decodes, plan.positions, strict=True)
         ]
+        for row, draft in plan.drafts.items():
+            views["token"][row] = self._token(draft, plan.decodes[row])
         views["position"][:D] = plan.positions
         views["position"][D:] = -1
         views["rope_len"][:D] = [
             max(s.prompt_len, p + 1) for s, p in zip(plan.decodes, plan.positions, strict=True)
         ]
-        # What a row has generated before: its pending token is the one that this step samples.
-        views["step"][:n] = [s.generated - 1 for s in rows]
+        # What a row has generated before the token that it samples.
+        views["step"][:D] = [p + 1 - s.prompt_len for s, p in zip(plan.decodes, plan.positions, strict=True)]
+        views["step"][D:n] = [s.generated - 1 for s in rows[D:]]
         views["logit"][:D] = range(D)
         views["sample"][:D] = 1
         row, end = D, S
@@ -333,6 +365,10 @@ class BatchBuilder:
             for place, sequence in enumerate(sequences, first):
                 if sequence.adapter is not None:
                     slots[place] = sequence.adapter.slot
+
+    def _token(self, draft: Draft, sequence: Sequence) -> int:
+        known = draft.token != UNKNOWN
+        return draft.token if known else -1 - self.limits.place(sequence.slot, len(draft.tokens))
 
     def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
         """Fills in the chunks' tokens and positions."""
@@ -384,12 +420,14 @@ def _fill_biases(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     for row, s in plan.sampling_rows():
         decodes, column = row < len(plan.decodes), 0
         end = plan.positions[row] if decodes else len(s.tokens)
+        known = [*s.tokens, *plan.drafts[row].tokens] if row in plan.drafts else s.tokens
+        number = end + 2 - s.prompt_len if decodes else s.generated  # of the token that it samples
         for token, value, after, until in s.biases:
             condition = -1
             if after and decodes and end >= s.prompt_len:
                 after, condition = after[:-1], after[-1]
-            output = tuple(s.tokens[max(s.prompt_len, end - len(after)) : end])
-            if output == after and (until is None or s.generated <= until):
+            output = tuple(known[max(s.prompt_len, end - len(after)) : end])
+            if output == after and (until is None or number <= until):
                 views["bias_token"][row, column], values[row, column] = token, value
                 views["bias_if"][row, column] = condition
                 column += 1

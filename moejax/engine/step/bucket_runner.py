@@ -13,7 +13,7 @@ from moejax.core.config import EngineConfig, ModelConfig
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Plan, draft_plans
 from moejax.engine.step.batch import BatchBuilder
 from moejax.engine.step.buckets import Buckets
 from moejax.engine.step.ledger import CompileLedger, Program
@@ -76,7 +76,7 @@ class PlannedSteps:
     def reset(self) -> None: ...
 
     def launch(self, plan: Plan) -> StepResult:
-        self.keys[self.builder.key(plan)] = None
+        self.keys |= dict.fromkeys(map(self.builder.key, (*draft_plans(plan), plan)))
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
     def save(self, plan: Plan) -> None: ...
@@ -101,8 +101,12 @@ class BucketRunner(ABC):
         place: the devices. Slots, blocks and buckets are each data-parallel group's.
         store_slots: blocks of each group that the host's store has room for.
 
+    `drafter` is the runner of another model that drafts, and this one's its `leader`; None without.
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
+
+    leader: Any = None
+    drafter: Any = None
 
     def __init__(
         self,
@@ -143,6 +147,7 @@ class BucketRunner(ABC):
             window=cache.window,
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
             adapters=config.adapters.slots,
+            drafter=config.speculation if config.speculation.on_device else None,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
@@ -172,11 +177,11 @@ class BucketRunner(ABC):
 
     def _result(self, key: StepKey, batch: Rows, output: PagedOutput) -> StepResult:
         """Reads what a batch gave; this is where the host waits for the device."""
-        sampled = jax.tree.map(lambda x: _of_groups(x, batch.rows), output.sampled)
+        sampled = jax.tree.map(lambda x: of_groups(x, batch.rows), output.sampled)
         logprobs = None if batch.logprobs is None else read_logprobs(sampled, batch.logprobs)
         prompt = None
         if batch.prompt_logprobs is not None:
-            told = jax.tree.map(lambda x: _of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
+            told = jax.tree.map(lambda x: of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
             prompt = read_logprobs(told, batch.prompt_logprobs)
         return StepResult(sampled.tokens.tolist(), logprobs, prompt, self.groups * (key.rows + key.tokens))
 
@@ -232,6 +237,10 @@ class BucketRunner(ABC):
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
+        seqs, drafts = self.limits.slots, self.config.speculation.most * (self.limits.kernels == "xla")
+        if drafts:  # whose rows read the blocks of their sequence; one size for any number of them
+            owners = sorted({*owners, 1 << (samples * (1 + drafts) - 1).bit_length()})
+        self.builder.warm_owners = owners
         reachable = list(self.buckets.reachable(max_total_len, self.limits.block_size, samples))
         self.count_always(record)
         modes, records = self.builder.warm_modes, (False, True) if record else (False,)
@@ -242,8 +251,14 @@ class BucketRunner(ABC):
         keys = [
             StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
             for (rows, tokens, segments), sharing, mode, recorded, count in options
-            if tokens or count < 0
+            if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
         ]
+        if self.limits.drafter is not None:
+            alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
+            if self.leader is not None:
+                keys = list(dict.fromkeys(map(self.builder.following, keys)))
+            if self.drafter is None:
+                keys += dict.fromkeys(map(self.builder.drafting, alone))
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
@@ -254,6 +269,8 @@ class BucketRunner(ABC):
         for z in range(counts[-1] if self.store_slots else 0):
             self._mover(z, True)
             self._mover(z, False)
+        if self.drafter is not None:
+            self.drafter.warmup(max_total_len, modes, samples=samples)
 
     def count_always(self, count: bool) -> None:
         """Has steps count their routing unasked, or no more; on one group only, where it sends nothing."""
@@ -284,7 +301,7 @@ def is_sampled(output: PagedOutput) -> bool:
     return isinstance(tokens, np.ndarray) or tokens.is_ready()
 
 
-def _of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
+def of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
     """Returns the first `counts[g]` rows of each group g's equal share of the rows."""
     rows = np.asarray(x)
     each = len(rows) // len(counts)

@@ -35,7 +35,8 @@ class Buckets:
     A step with chunk tokens has at least `chunk_rows` rows and `chunk_segments` segments: with their largest
     sizes it comes in few shapes, and what rows and blocks cost there is little beside the chunk.
 
-    With `kept_blocks` prefixes wait in the cache, and a sequence's blocks may lie behind any of them.
+    With `kept_blocks` prefixes wait in the cache, and a sequence's blocks may lie behind any of them. Up to
+    `drafts` rows are drafts (`moejax.engine.scheduling.speculation`), only in steps without chunk tokens.
     """
 
     rows: tuple[int, ...]
@@ -45,6 +46,7 @@ class Buckets:
     chunk_rows: int = 1
     chunk_segments: int = 1
     kept_blocks: bool = False
+    drafts: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig, num_blocks: int) -> "Buckets":
@@ -55,11 +57,12 @@ class Buckets:
         chunk = config.token_buckets or powers_of_two(min(SMALLEST_CHUNK, tokens), tokens)
         segments = SegmentLayout.of(num_blocks, config.block_buckets)
         return cls(
-            _up_to(rows, seqs),
+            _with_drafts(_up_to(rows, seqs), config),
             _up_to(chunk, tokens),
             segments,
             tuple(range(1, len(segments.ends) + 1)),
             kept_blocks=config.prefix_cache.enabled and config.prefix_cache.place == "device",
+            drafts=config.max_rows - seqs,
         )
 
     def rows_for(self, rows: int, tokens: int = 0) -> int:
@@ -91,7 +94,8 @@ class Buckets:
         rows, tokens, counts = self.rows, self.tokens, self.segment_counts
         moving = config.adaptive_batching.enabled
         if config.seq_buckets is None and not moving:
-            rows = _two(rows, rows[-1])
+            seqs = rows[-1] - self.drafts
+            rows = _with_drafts(_two(tuple(size for size in rows if size <= seqs), seqs), config)
         if config.token_buckets is None and not moving:
             tokens = _two(tokens, last_tokens)
             if config.prefix_cache.enabled:  # what is left of a prompt that was found
@@ -100,7 +104,9 @@ class Buckets:
             quarter = self.segments.segments_for(-(-self.segments.ends[last_segments - 1] // 4))
             counts = _two(counts, last_segments, quarter)
         chunk_segments = last_segments if self.segments.ends[last_segments - 1] <= CHUNK_BLOCKS else 1
-        return Buckets(rows, tokens, self.segments, counts, rows[-1], chunk_segments, self.kept_blocks)
+        kept, drafts = self.kept_blocks, self.drafts
+        seqs = rows[-1] - drafts
+        return Buckets(rows, tokens, self.segments, counts, seqs, chunk_segments, kept, drafts)
 
     def reachable(
         self, max_total_len: int, block_size: int, samples: int = 1
@@ -116,19 +122,20 @@ class Buckets:
             blocks = self.segments.ends[segments - 1]
             for rows in reversed(self.rows):
                 smaller = self.rows[self.rows.index(rows) - 1] if rows != self.rows[0] else 0
-                # A row has a block of its own, or shares one with the other samples of its request.
-                filled = smaller + 1 <= blocks * samples
+                # A sequence has a block of its own, or shares one with the other samples of its request.
+                filled = smaller + 1 - self.drafts <= blocks * samples
                 if filled:
                     yield rows, 0, segments
                 if segments >= self.chunk_segments and (
-                    rows == self.chunk_rows or (filled and rows > self.chunk_rows)
+                    rows == self.chunk_rows
+                    or (filled and self.chunk_rows < rows <= self.rows[-1] - self.drafts)
                 ):
                     for tokens in reversed([t for t in self.tokens if t <= last_tokens]):
                         yield rows, tokens, segments
 
     def _largest(self, max_total_len: int, block_size: int) -> tuple[int, int]:
         """Returns the largest chunk tokens and segments that requests of this length can need."""
-        most_rows = self.rows[-1]
+        most_rows = self.rows[-1] - self.drafts
         # Preempted sequences come back as prompts of up to their whole length.
         tokens = self.tokens_for(min(self.tokens[-1], most_rows * max_total_len))
         blocks = min(self.segments.num_blocks, most_rows * -(-max_total_len // block_size))
@@ -146,3 +153,9 @@ def _two(sizes: tuple[int, ...], largest: int, quarter: int | None = None) -> tu
 def _up_to(sizes: tuple[int, ...] | list[int], limit: int) -> tuple[int, ...]:
     """Returns the sizes below `limit`, and `limit`."""
     return (*(size for size in sizes if size < limit), limit)
+
+
+def _with_drafts(rows: tuple[int, ...], config: EngineConfig) -> tuple[int, ...]:
+    """Returns numbers of sequences, and of rows where each of so many has all its drafts."""
+    each = 1 + config.speculation.most
+    return tuple(sorted({*rows, *(min(size * each, config.max_rows) for size in rows)}))

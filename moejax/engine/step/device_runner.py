@@ -1,8 +1,9 @@
 """Runs plans on the device: builds the batch, finds its bucket's compiled step, owns the device state."""
 
+import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from moejax.cache.segments import SegmentLayout
 from moejax.cache.store import BlockStore
 from moejax.core.config import CacheKind, EngineConfig
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.plan import Plan
+from moejax.engine.scheduling.plan import Plan, draft_plans
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
 from moejax.engine.step.batch import layout
-from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled
+from moejax.engine.step.bucket_runner import BucketRunner, Rows, is_sampled, of_groups
 from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import CompileLedger, Program
 from moejax.engine.step.limits import CacheSpec, StepKey
@@ -60,8 +61,9 @@ class DeviceRunner(BucketRunner):
         replay: the routing that steps are told; None: routers choose.
         place: the devices, one unless given. Slots, blocks and buckets are each data-parallel group's.
         store_slots: blocks of each group that the host's store has room for.
+        leader: whose steps this one's cache follows, and whose drafts it makes.
 
-    `last` is int32, each slot's newest token.
+    `last` is that of `DeviceState`, and the leader's; `drafter` is who follows, if anybody does.
     """
 
     def __init__(
@@ -75,7 +77,11 @@ class DeviceRunner(BucketRunner):
         *,
         place: SingleDevice | None = None,
         store_slots: int = 0,
+        leader: "DeviceRunner | None" = None,
     ) -> None:
+        self.leader = None if leader is None else weakref.proxy(leader)  # a circle would keep its weights
+        self.drafter: DeviceRunner | None = None
+        self._last: jax.Array
         self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
@@ -89,6 +95,8 @@ class DeviceRunner(BucketRunner):
         self.store = BlockStore(store_slots * self.groups)
         self._writing: deque[set[int]] = deque()  # blocks that each step under way writes
         self.reset()
+        if leader is not None:
+            leader.drafter = self
 
     def _make_pool(self, kind: CacheKind, segments: SegmentLayout) -> BlockPool:
         """Returns the blocks of its layers of one kind."""
@@ -133,8 +141,18 @@ class DeviceRunner(BucketRunner):
             pool.reset()
         self.store.reset()
         self._writing.clear()
-        self.last = self.place.zeros((self.limits.slots + 1,), jnp.int32)
+        self.last = self.place.zeros((self.limits.places,), jnp.int32)
         self._seen: jax.Array | None = None
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    @property
+    def last(self) -> jax.Array:
+        return self._last if self.leader is None else self.leader.last
+
+    @last.setter
+    def last(self, last: jax.Array) -> None:
+        (self.leader or self)._last = last
 
     def launch(self, plan: Plan) -> Launched:
         """Builds the batch and starts the step.
@@ -142,16 +160,28 @@ class DeviceRunner(BucketRunner):
         Raises:
             CompileError: the step is not compiled, and may not be any more (`engine.strict_compile`).
         """
-        self.move(plan)
-        self.copy_blocks(plan)
-        if self.store_slots and self.pool.host_reads:
-            self._writing.append(plan.groups[0].written(self.limits.block_size))
+        for runner in self._both:
+            runner.move(plan)
+            runner.copy_blocks(plan)
+            if runner.store_slots and runner.pool.host_reads:
+                runner._writing.append(plan.groups[0].written(self.limits.block_size))
+        drafter = self.drafter or self
+        for drafts in draft_plans(plan):
+            drafter._run(*drafter.builder.build(drafts))
+        if drafter is not self:
+            build = drafter.builder
+            drafter._run(*build.build(plan, build.following(build.key(plan))))
         key, buffer = self.builder.build(plan)
         return Launched(key, Rows.of(plan, key, self.capture), self._run(key, buffer))
 
+    @property
+    def _both(self) -> "list[DeviceRunner]":
+        return [self] if self.drafter is None else [self, self.drafter]
+
     def _save(self, plan: Plan) -> None:
-        self.move(plan)
-        self.store.settle()
+        for runner in self._both:
+            runner.move(plan)
+            runner.store.settle()
 
     def move(self, plan: Plan) -> None:
         """Copies blocks to the host's store, then others from there."""
@@ -242,10 +272,17 @@ class DeviceRunner(BucketRunner):
     def collect(self, handle: Launched) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""
         key, output = handle.key, handle.output
-        if self._writing:
-            self._writing.popleft()
-        self.store.settle()
+        for runner in self._both:
+            if runner._writing:
+                runner._writing.popleft()
+            runner.store.settle()
         result = self._result(key, handle.batch, output)
+        if output.decoded is not None:
+            decoded = iter(of_groups(output.decoded, handle.batch.rows).tolist())
+            for part in handle.batch.plan.groups:
+                for row, token in zip(range(len(part.decodes)), decoded, strict=False):
+                    if row in part.drafts:
+                        part.drafts[row].tokens = (*part.drafts[row].tokens[:-1], token)
         self._add_counts("prefill" if key.tokens else "decode", handle.batch, output)
         if self.capture is not None:
             self.capture.next_step()
@@ -267,6 +304,12 @@ class DeviceRunner(BucketRunner):
     def programs(self, key: StepKey) -> list[Program]:
         return [self._program(key)]
 
+    def compile_ahead(self, keys: Iterable[StepKey]) -> None:
+        keys, drafter = list(keys), self.drafter
+        if drafter is not None:
+            drafter.compile_ahead(key if key.draft else self.builder.following(key) for key in keys)
+        super().compile_ahead(key for key in keys if drafter is None or not key.draft)
+
     def _program(self, key: StepKey) -> Program:
         """Returns the step of a bucket, to be compiled."""
 
@@ -286,7 +329,7 @@ class DeviceRunner(BucketRunner):
         vocab_size = self.functions.config.vocab_size
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
         states = self.pool.make_states(struct)
-        state = DeviceState(tuple(pages), states, struct((slots,), jnp.int32), seen)
+        state = DeviceState(tuple(pages), states, struct((self.limits.places,), jnp.int32), seen)
         return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
 
     def _leaves(self) -> Any:

@@ -135,6 +135,22 @@ class CompileLedger:
         return [asdict(entry) for entry in self.entries]
 
 
+class PartLedger(CompileLedger):
+    """Puts a part's programs into the ledger of all, under names of its own that begin with `part`."""
+
+    def __init__(self, whole: CompileLedger, part: str) -> None:
+        super().__init__(whole.strict)
+        self._whole, self._part = whole, part
+
+    def get(
+        self, function: str, key: Any, build: Callable[[], Any], args: Callable[[], tuple[Any, ...]]
+    ) -> Callable[..., Any]:
+        return self._whole.get(f"{self._part} {function}", key, build, args)
+
+    def compile_all(self, programs: Sequence[Program]) -> None:
+        self._whole.compile_all([p._replace(function=f"{self._part} {p.function}") for p in programs])
+
+
 def compiler_options(platform: str, overlap: bool = False) -> dict[str, str | bool]:
     """Returns XLA's options for steps that run on `platform`, "cpu" or "gpu".
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moejax.core.config import LatentConfig
+from moejax.core.config import LatentConfig, SpeculationConfig
 from moejax.engine.step.sampler import SamplerMode
 
 
@@ -26,6 +26,9 @@ class CacheSpec(NamedTuple):
     window_blocks: int = 0
 
 
+DRAFTS, FOLLOWS = 1, 2
+
+
 class StepKey(NamedTuple):
     """Shape bucket and options of a compiled step.
 
@@ -37,6 +40,7 @@ class StepKey(NamedTuple):
         record: whether expert counts are returned.
         prompt_logprobs: likeliest tokens reported with the log-probability of each chunk token's next one;
             -1 where neither is.
+        draft: `DRAFTS` if it makes drafts, `FOLLOWS` if it only has another model's cache follow; 0 else.
     """
 
     rows: int
@@ -46,6 +50,7 @@ class StepKey(NamedTuple):
     mode: SamplerMode
     record: bool
     prompt_logprobs: int
+    draft: int = 0
 
 
 class Limits(NamedTuple):
@@ -69,6 +74,7 @@ class Limits(NamedTuple):
         window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
         window_ends: blocks before the end of each of their segments.
         adapters: slots of LoRA adapters.
+        drafter: how drafts are made on the device; None: they are not.
     """
 
     slots: int
@@ -86,6 +92,16 @@ class Limits(NamedTuple):
     window: int | None = None
     window_ends: tuple[int, ...] = ()
     adapters: int = 0
+    drafter: SpeculationConfig | None = None
+
+    @property
+    def places(self) -> int:
+        """Counts the places of `last` (`moejax.engine.step.program.DeviceState`)."""
+        return self.place(0, 1 + (self.drafter.k if self.drafter else 0))
+
+    def place(self, slot: int, draft: int = 0) -> int:
+        """Returns where `last` has the token that a slot sampled last, or the so many-th draft after it."""
+        return draft * (self.slots + 1) + slot
 
     def of_window(self, key: StepKey) -> "tuple[StepKey, Limits]":
         """Returns a step's shape and the limits as the layers with a sliding window have them."""

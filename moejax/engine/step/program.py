@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moejax.cache.pool import PagedCache, Pages, States
+from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
-from moejax.engine.step.limits import Limits, StepKey
+from moejax.engine.step.limits import FOLLOWS, Limits, StepKey
 from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
@@ -25,7 +27,8 @@ class DeviceState(NamedTuple):
     Attributes:
         pages: the segments that the step reads and writes.
         states: of the layers with linear attention.
-        last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch.
+        last: int32 `[slots + 1]`, the token that each slot sampled last; the last place is scratch. Where
+            drafts are made on the device, as many places follow for the slots' first drafts, and so on.
         seen: int32 `[slots + 1, V]`, twice the times that a slot's output has each token, and 1 more if its
             prompt has it; None in a step without penalties.
     """
@@ -45,6 +48,7 @@ class PagedOutput(NamedTuple):
         prompt_logprobs: of the `[T]` tokens that follow the chunks', where they are asked for.
         captured: of the S + T tokens, where routing is captured; None also of a stage without experts.
         x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
+        decoded: int32 `[S]`, what the rows decoded, where the host does not know their drafts yet.
     """
 
     sampled: Sampled | None
@@ -53,6 +57,7 @@ class PagedOutput(NamedTuple):
     prompt_logprobs: Sampled | None
     captured: "Captured | None" = None
     x: jax.Array | None = None
+    decoded: jax.Array | None = None
 
 
 class Captured(NamedTuple):
@@ -94,6 +99,9 @@ class PagedFunctions(ModelFunctions):
         """
         batch = unpack(buffer, key, limits)
         model = self.merge(leaves)
+        if key.draft:
+            assert limits.drafter is not None
+            reduce_model(model, limits.drafter)
         if self.is_first:
             token = decoded_tokens(batch, state.last if given is None else given)
             x = model.embed(flat_tokens(batch, token))
@@ -101,10 +109,16 @@ class PagedFunctions(ModelFunctions):
             assert given is not None
             x = given
         slots, plans = (batch.slot, batch.seen_as), (batch.attention, batch.window)
-        kinds = self.config.cache_kinds(limits.window)
-        cache = PagedCache(state.pages, state.states, *slots, *plans, kinds, limits.kernels)
-        x, cache, traces = run_layers(model, x[:, None], batch, cache)
-        state = state._replace(pages=cache.pages, states=cache.states)
+        kinds, L = self.config.cache_kinds(limits.window)[: len(model.stage)], len(model.stage)
+        pages = tuple(segment[:L] for segment in state.pages)
+        cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels)
+        x, cache, traces = run_layers(model, x[:, None], batch, cache, None if key.draft else batch.replay)
+        pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))
+        state = state._replace(pages=pages, states=cache.states + state.states[L:])
+        if key.draft:
+            if key.draft != FOLLOWS:
+                state, *_ = finish(model, x, batch, token, state, key)
+            return state, PagedOutput(None, None, None, None)
         counts = overflow = None
         if key.record:
             counts, overflow = (place.sum_groups(x) for x in routing_counts(traces, self.config.num_experts))
@@ -116,13 +130,29 @@ class PagedFunctions(ModelFunctions):
             token = decoded_tokens(batch, state.last)
         state, *told = finish(model, x, batch, token, state, key)
         sampled, prompt = place.gather_groups(told)
-        return state, PagedOutput(sampled, counts, overflow, prompt, captured)
+        decoded = place.gather_groups(token) if limits.drafter and not key.tokens else None
+        return state, PagedOutput(sampled, counts, overflow, prompt, captured, decoded=decoded)
 
 
 @jax.named_scope("inputs")
 def decoded_tokens(batch: Batch, last: jax.Array) -> jax.Array:
-    """Returns int32 `[S]`: what each row decodes, known to the host or sampled last by its slot."""
-    return jnp.where(batch.token >= 0, batch.token, last[batch.slot])
+    """Returns int32 `[S]`: what each row decodes."""
+    return known_tokens(batch.token, last)
+
+
+def known_tokens(tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns int32 `[S]`: tokens known to the host, or -1 - i for what `last` has at i."""
+    return jnp.where(tokens >= 0, tokens, last[jnp.maximum(-1 - tokens, 0)])
+
+
+def reduce_model(model: Decoder, drafter: SpeculationConfig) -> None:
+    """Leaves out, inside a trace, what drafts are made without: experts of each token, or the last layers."""
+    if drafter.method == "self_layers":
+        model.stage = range(drafter.layers or -(-len(model.stage) // 2))
+        model.layers = nnx.List(model.in_order()[: len(model.stage)])
+    for layer in model.in_order() if drafter.method == "self_experts" else ():
+        if layer.moe is not None:
+            layer.moe.router.top_k = drafter.experts or -(-layer.moe.router.top_k // 2)
 
 
 @jax.named_scope("inputs")
@@ -132,7 +162,7 @@ def flat_tokens(batch: Batch, token: jax.Array) -> jax.Array:
 
 
 def run_layers(
-    model: Decoder, x: jax.Array, batch: Batch, cache: PagedCache
+    model: Decoder, x: jax.Array, batch: Batch, cache: PagedCache, replay: Replay | None
 ) -> tuple[jax.Array, PagedCache, tuple[RoutingTrace | None, ...]]:
     """Runs the model's layers (of a pipeline stage: its own) over the flat batch: x `[S + T, 1, D]` → (the
     same, updated cache, traces)."""
@@ -145,7 +175,7 @@ def run_layers(
         valid=(positions >= 0)[:, None],
         cache=cache,
         rope_lens=batch.rope_len,
-        routing=None if batch.replay is None else replayed(model, batch.replay),
+        routing=None if replay is None else replayed(model, replay),
         adapters=batch.adapter,
     )
 
@@ -186,7 +216,10 @@ def finish(
     if batch.bias_token is not None:
         assert batch.bias_value is not None and batch.bias_if is not None
         biased = add_biases(logits, batch.bias_token, batch.bias_value, batch.bias_if, token)
-    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased)
+    draft = batch.draft
+    if draft is not None:
+        draft = jnp.where(draft == -1, -1, known_tokens(draft, state.last))
+    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased, draft)
     prompt = None
     if key.prompt_logprobs >= 0:
         assert batch.target is not None

@@ -19,13 +19,14 @@ from moejax.engine.requests.api import Logprob, SamplingParams
 class SamplerMode(NamedTuple):
     """The sampler's work for a batch: part of a step's compile key, so that greedy decoding pays for nothing
     else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities; `biases` the
-    most entries that a row has."""
+    most entries that a row has; with `rejection` rows judge drafts, see `draw_or_keep`."""
 
     greedy: bool = True
     filters: bool = False
     penalty: bool = False
     logprobs: int = -1
     biases: int = 0
+    rejection: bool = False
 
 
 class SamplingArrays(NamedTuple):
@@ -58,7 +59,7 @@ def sampler_mode(params: Sequence[SamplingParams], vocab_size: int) -> SamplerMo
     return SamplerMode(
         greedy=all(p.greedy for p in params),
         filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params),
-        penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+        penalty=any(p.penalized for p in params),
         logprobs=min(max(logprobs), vocab_size) if logprobs else -1,
     )
 
@@ -94,6 +95,7 @@ def sample(
     seen: jax.Array | None,
     mode: SamplerMode,
     biased: jax.Array | None = None,
+    draft: jax.Array | None = None,
 ) -> Sampled:
     """Chooses one token a row.
 
@@ -103,6 +105,8 @@ def sample(
         step: int32 `[B]`, tokens that the row has generated so far.
         seen: int32 `[B, V]`, see `DeviceState`; needed only under `mode.penalty`.
         biased: float32 `[B, V]`, logits to choose by; None: `logits`, of which log-probabilities are told.
+        draft: int32 `[B]`, the token that the next row of the same sequence decodes, -1 for none; needed only
+            under `mode.rejection`.
     """
     scores = logits if biased is None else biased
     if mode.penalty:
@@ -120,7 +124,12 @@ def sample(
         scaled = scaled / jnp.where(hot, arrays.temperature, 1.0)[:, None]
         if mode.filters:
             scaled = filter_scores(scaled, arrays)
-        tokens = jnp.where(hot, draw(scaled, arrays.seed, step), tokens)
+        if mode.rejection:
+            assert draft is not None
+            drawn = draw_or_keep(scaled, draft, arrays.seed, step)
+        else:
+            drawn = draw(scaled, arrays.seed, step)
+        tokens = jnp.where(hot, drawn, tokens)
     if mode.logprobs < 0:
         return Sampled(tokens, None, None, None, None)
     return with_logprobs(logits, tokens, mode.logprobs)
@@ -244,10 +253,27 @@ def draw(scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
     """Draws one sample a row from softmax(scores), by row keys (seed, step): int32 `[B]`."""
 
     def one(row: jax.Array, row_seed: jax.Array, row_step: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row_seed), row_step)
-        return row + jax.random.gumbel(key, row.shape, row.dtype)
+        return row + jax.random.gumbel(_row_key(0, row_seed, row_step), row.shape, row.dtype)
 
     return first_argmax(jax.vmap(one)(scores, seed, step))
+
+
+def draw_or_keep(scores: jax.Array, draft: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
+    """Draws as `draw` does, by rejection (arXiv 2211.17192, for drafts that are not drawn themselves): keeps
+    a row's `draft` `[B]` (-1: none) with its probability, and draws one of the other tokens otherwise.
+
+    The law is softmax(scores) for any draft that does not depend on this step's noise. Whether a draft is
+    kept must not depend on what is drawn otherwise: it has noise of its own.
+    """
+    drafted = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] == draft[:, None]
+    probability = jnp.sum(jnp.where(drafted, jax.nn.softmax(scores, axis=-1), 0.0), axis=-1)
+    noise = jax.vmap(lambda *row: jax.random.uniform(_row_key(1, *row)))(seed, step)
+    other = draw(jnp.where(drafted, -jnp.inf, scores), seed, step)
+    return jnp.where(noise < probability, draft, other)
+
+
+def _row_key(stream: int, seed: jax.Array, step: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(stream), seed), step)
 
 
 def read_logprobs(sampled: Sampled, counts: Sequence[int | None]) -> list[Logprob | None]:

@@ -1,8 +1,11 @@
 """Hugging Face transformers as a worker: static batches in order of arrival, since `transformers` itself does
 not admit requests into a running batch. A manual loop over the model's forward pass with its own cache, so
-that every token's instant is real. Protocol: serve.py beside this file."""
+that every token's instant is real. With the option `prompt_lookup_num_tokens` it is `generate` itself that
+runs, one request at a time, and drafts as many by prompt lookup. Protocol: serve.py beside this file."""
 
 import inspect
+import queue
+import threading
 import time
 
 from serve import Engine, Step, WorkerError, serve, usable_cores
@@ -31,6 +34,9 @@ class Transformers(Engine):
             dtype = "float32"
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         start = time.perf_counter()
+        self.drafts = options["options"].pop("prompt_lookup_num_tokens", None)
+        if self.drafts is not None and not (type(self.drafts) is int and self.drafts > 0):
+            raise WorkerError(f"prompt_lookup_num_tokens must be a positive integer, got {self.drafts!r}")
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 options["path"], dtype=kind, local_files_only=True, **options["options"]
@@ -52,6 +58,7 @@ class Transformers(Engine):
                 "threads": torch.get_num_threads(),
                 "attention": getattr(config, "_attn_implementation", None),
                 "experts": getattr(config, "_experts_implementation", None),
+                "prompt_lookup_num_tokens": self.drafts,
                 "load_seconds": time.perf_counter() - start,
             },
             "vocab_size": config.vocab_size,
@@ -73,6 +80,8 @@ class Transformers(Engine):
         }
 
     def forward(self):
+        if self.drafts is not None:
+            return self._lookup()
         with torch.inference_mode():
             return self._decode() if self.running else self._prefill()
 
@@ -118,9 +127,66 @@ class Transformers(Engine):
         self.last = torch.tensor(rows, device=ids.device)[:, None]
         return rows
 
+    def _lookup(self):
+        """One round of `generate`, which runs beside: the tokens that it kept."""
+        admitted = []
+        if not self.running:
+            admitted = self.running = [self.waiting.popleft()]
+            self.rounds = _Rounds(self.running[0])
+            threading.Thread(target=self._generate, args=(self.running[0], self.rounds), daemon=True).start()
+        (request,) = self.running
+        tokens = self.rounds.queue.get()
+        if isinstance(tokens, Exception):
+            raise WorkerError(f"generate with prompt lookup failed: {tokens}") from tokens
+        prefill = sum(len(r.prompt) for r in admitted)
+        return Step([(request, token) for token in tokens], admitted[:], prefill, len(tokens), len(tokens))
+
+    def _generate(self, request, rounds):
+        sampling = {"do_sample": False}
+        if request.temperature > 0:
+            torch.manual_seed(request.seed)
+            sampling = {
+                "do_sample": True, "temperature": request.temperature, "top_k": request.top_k or None,
+                "top_p": request.top_p, "min_p": request.min_p or None,
+            }  # fmt: skip
+        ids = torch.tensor([request.prompt], device=self.model.device)
+        length = {"max_new_tokens": request.max_tokens}
+        if request.ignore_eos:
+            length["min_new_tokens"] = request.max_tokens
+        try:
+            self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), streamer=rounds, **length, **sampling,
+                prompt_lookup_num_tokens=self.drafts,
+            )  # fmt: skip
+        except _Left:
+            pass
+        except Exception as error:
+            rounds.queue.put(error)
+
     def drop(self, request):
         if not self.running:
             self.cache = None
+
+
+class _Left(Exception):
+    """Nobody waits for the request any more."""
+
+
+class _Rounds:
+    """A streamer: the tokens of each round of a request's `generate`."""
+
+    def __init__(self, request):
+        self.request, self.queue, self.begun = request, queue.SimpleQueue(), False
+
+    def put(self, tokens):
+        if self.request.reason is not None:
+            raise _Left
+        if self.begun:  # the prompt comes first
+            self.queue.put(tokens.flatten().tolist())
+        self.begun = True
+
+    def end(self):
+        pass
 
 
 class _Chooser:

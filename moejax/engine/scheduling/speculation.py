@@ -1,0 +1,282 @@
+"""Speculative decoding as the host sees it: drafts, their rows of a step, and which were right. No JAX here.
+
+    tokens       p p o o                 known on the host
+    rows               o d d d           one computes the newest token, one each of its drafts
+    sampled            d d x .           kept while the row before sampled the draft: here three tokens
+    tokens       p p o o d d x           and the fourth row's key and value are written over by the next step
+
+The sampler's noise depends on a request's seed and number of tokens alone, so that a row whose draft is right
+samples what plain decoding would (Gumbel coupling, arXiv 2408.07978): tokens are the same at every
+temperature, however many drafts were right. With `acceptance=rejection` a row samples
+the next row's draft with the probability that the model gives it (`moejax.engine.step.sampler.draw_or_keep`);
+what is kept is decided in the same way.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from itertools import cycle, islice
+from typing import Protocol
+
+from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
+from moejax.core.scheduling import SpeculationConfig
+from moejax.engine.scheduling.plan import UNKNOWN, Draft, StepPlan
+from moejax.engine.scheduling.sequence import Sequence, State
+from moejax.engine.scheduling.utility import Judged, Utility
+
+PLACES = 32
+"""Earlier places of a sequence's newest tokens that a proposer looks at, the newest ones."""
+
+LONGEST_MATCH = 32
+"""Tokens before two places that "suffix" compares at most."""
+
+REMEMBERED = 1 << 18
+"""Output tokens after which "suffix" begins to forget the oldest."""
+
+LEAST_SHARE = 0.1
+"""Share of a match's places whose next tokens must agree, for "suffix" to draft them (arXiv 2411.04975)."""
+
+
+class Proposer(Protocol):
+    """Drafts the continuation of sequences."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Returns at most `most` tokens that may follow the sequence's, which are all known."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """Takes note that a sequence has ended."""
+
+    def forget(self) -> None:
+        """Forgets the sequences that have ended."""
+
+
+class History:
+    """Tokens, and where each run of `least` of them ended, so that the newest are found among the others."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.tokens: list[int] = []
+        self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends tokens."""
+        for token in tokens:
+            self.tokens.append(token)
+            if len(self.tokens) >= self.least:
+                self._ends[tuple(self.tokens[-self.least :])].append(len(self.tokens))
+
+    def matches(self, newest: Items[int], longest: int) -> tuple[int, list[int]]:
+        """Returns how many of the `newest` tokens stood together before, up to `longest`, and the places
+        after those of them that some token follows, the oldest first."""
+        best, places = 0, list[int]()
+        for end in self._ends.get(tuple(newest[-self.least :]), ())[-PLACES - 1 :]:
+            if end == len(self.tokens):
+                continue
+            length, most = self.least, min(longest, end, len(newest))
+            while length < most and self.tokens[end - length - 1] == newest[-length - 1]:
+                length += 1
+            if length > best:
+                best, places = length, []
+            if length == best:
+                places.append(end)
+        return best, places
+
+
+class NgramProposer(Proposer):
+    """Repeats what followed the longest run of the newest tokens where it stood last (prompt lookup decoding,
+    Saxena 2023; in transformers and vLLM under that name)."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self.least, self.longest = config.min_ngram, config.max_ngram
+        self._histories: dict[Sequence, History] = {}
+
+    def history(self, sequence: Sequence) -> History:
+        """Returns a sequence's tokens as far as they are known."""
+        history = self._histories.setdefault(sequence, History(self.least))
+        history.extend(sequence.tokens[len(history.tokens) :])
+        return history
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        _, places = self.history(sequence).matches(sequence.tokens, self.longest)
+        # What overlaps the newest tokens is taken to go on repeating itself.
+        return list(islice(cycle(sequence.tokens[places[-1] :]), most)) if places else []
+
+    def ended(self, sequence: Sequence) -> None:
+        self._histories.pop(sequence, None)
+
+
+class SuffixProposer(NgramProposer):
+    """Continues with the likeliest of what followed the longest run of the newest tokens, in the sequence and
+    in outputs that have ended (SuffixDecoding, arXiv 2411.04975; lists of places stand for its trees)."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        super().__init__(config)
+        self.forget()
+
+    def forget(self) -> None:
+        self._outputs = [History(self.least), History(self.least)]  # the older ones, the newer ones
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        sources = [self.history(sequence), *self._outputs]
+        found = [source.matches(sequence.tokens, LONGEST_MATCH) for source in sources]
+        best = max(length for length, _ in found)
+        follow = [
+            source.tokens[place : place + most]
+            for source, (length, places) in zip(sources, found, strict=True)
+            for place in places
+            if length == best
+        ]
+        drafts: list[int] = []
+        least = LEAST_SHARE * len(follow)
+        while len(drafts) < most:
+            counts = Counter(tokens[len(drafts)] for tokens in follow if len(tokens) > len(drafts))
+            token, count = max(counts.items(), key=lambda item: item[1], default=(_END, 0))
+            if token == _END or count < least:
+                break
+            drafts.append(token)
+            follow = [tokens for tokens in follow if tokens[: len(drafts)] == drafts]
+        return drafts
+
+    def ended(self, sequence: Sequence) -> None:
+        super().ended(sequence)
+        if len(self._outputs[1].tokens) > REMEMBERED // 2:
+            self._outputs = [self._outputs[1], History(self.least)]
+        self._outputs[1].extend([*sequence.tokens[sequence.prompt_len :], _END])
+
+
+class OnDevice(Proposer):
+    """Leaves it to the runner to draft."""
+
+    def __init__(self, config: SpeculationConfig) -> None: ...
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        # Of what must stand before a biased token the device compares the newest alone.
+        return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
+
+
+_END = -1  # no token: what follows it is another output
+
+PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "self_experts": OnDevice,
+    "self_layers": OnDevice,
+    "draft": OnDevice,
+}
+
+
+class Speculation:
+    """Drafts for the sequences of a scheduler, which asks it in each step.
+
+    Args:
+        proposer: where drafts come from; None: what `config` names.
+
+    With `utility` drafts are judged whether they are computed or not, and are computed where that pays.
+    """
+
+    def __init__(self, config: SpeculationConfig, proposer: Proposer | None = None) -> None:
+        self.config = config
+        self.proposer = proposer or PROPOSERS[config.method](config)
+        self.utility: Utility | None = None
+        self._accounts: dict[Sequence, Judged] = {}
+
+    def depth(self, sequence: Sequence) -> int:
+        """Returns how many drafts a sequence may have; none where its logits depend on its outputs' counts,
+        which a step knows of one token a sequence."""
+        most = sequence.max_length - len(sequence.tokens) - 1  # the last token that it samples is not stored
+        return 0 if sequence.params.penalized or sequence.score else max(0, min(self.config.k, most))
+
+    def wanted(self, running: Iterable[Sequence]) -> bool:
+        """Tells whether the next step may have drafts: not if it computes prompts."""
+        sequences = list(running)
+        if self.utility is not None and not self.utility.worth([*map(self._account, sequences)]):
+            return False
+        decode = all(s.length - s.computed == 1 and not s.forks for s in sequences)
+        return decode and any(map(self.depth, sequences))
+
+    def draft(
+        self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
+    ) -> None:
+        """Adds at most `budget` rows of drafts to a plan of decodes, within the blocks that are free."""
+        decodes = list(zip(plan.decodes, plan.positions, strict=True))
+        found = self._proposals(plan.decodes, budget)
+        for row, ((sequence, position), drafts) in enumerate(zip(decodes, found, strict=True)):
+            for number in range(1, min(len(drafts), budget) + 1):
+                position += 1
+                try:
+                    allocator.append(sequence.blocks, position)
+                except OutOfBlocks:
+                    break
+                if windows is not None:
+                    windows.grow(sequence.window_blocks, position + 1)
+                plan.judged[row] = draft = Draft(drafts[:number])
+                row = len(plan.decodes)
+                plan.drafts[row] = draft
+                plan.decodes.append(sequence)
+                plan.positions.append(position)
+                sequence.computed += 1
+                sequence.pending += 1
+                budget -= 1
+
+    def _proposals(self, sequences: Items[Sequence], budget: int) -> list[tuple[int, ...]]:
+        """Returns the drafts of each sequence; none where its newest token is on the device alone."""
+        if self.utility is None:
+            return [self._propose(s) if s.pending == 1 else () for s in sequences]
+        accounts = [*map(self._account, sequences)]
+        if any(s.pending > 1 for s in sequences) or not self.utility.worth(accounts):
+            return [()] * len(sequences)
+        found = [*map(self._propose, sequences)]
+        for sequence, account, drafts in zip(sequences, accounts, found, strict=True):
+            if not account.open:
+                account.begin(sequence.tokens, drafts)
+        chances = [account.chances(len(drafts)) for account, drafts in zip(accounts, found, strict=True)]
+        counts = self.utility.choose(chances, budget)
+        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
+
+    def _propose(self, sequence: Sequence) -> tuple[int, ...]:
+        most = self.depth(sequence)
+        return tuple(self.proposer.propose(sequence, most)) if most else ()
+
+    def _account(self, sequence: Sequence) -> Judged:
+        account = self._accounts.get(sequence)
+        if account is None:
+            assert self.utility is not None
+            account = self._accounts[sequence] = Judged(self.config.k, self.utility.all)
+        return account
+
+    def judge(self, sequences: Iterable[Sequence]) -> None:
+        """Sets what was proposed for sequences beside the tokens that they have now."""
+        if self.utility is None:
+            return
+        for sequence in sequences:
+            if sequence.state is not State.FINISHED:
+                account = self._account(sequence)
+                account.see(sequence.tokens)
+                if not account.open and not self.utility.drafting and self.depth(sequence):
+                    account.begin(sequence.tokens, self._propose(sequence))
+
+    def ended(self, sequence: Sequence) -> None:
+        """Takes note that a sequence has ended."""
+        self.proposer.ended(sequence)
+        self._accounts.pop(sequence, None)
+
+    def take_back(self, plan: StepPlan) -> None:
+        """Has a plan's drafts count as neither computed nor sampled, until they are found to be right."""
+        for row in plan.drafts:
+            if plan.decodes[row].state is not State.FINISHED:
+                plan.decodes[row].computed -= 1
+                plan.decodes[row].pending -= 1
+
+    def accept(self, plan: StepPlan, row: int) -> bool:
+        """Tells whether a row computes what the sequence's tokens turned out to be, and counts it then."""
+        draft, sequence = plan.drafts[row], plan.decodes[row]
+        draft.accepted = sequence.tokens[plan.positions[row] :] == [draft.token]
+        sequence.computed += draft.accepted
+        return draft.accepted
+
+    def give_back(self, plan: StepPlan, allocator: BlockAllocator) -> None:
+        """Frees the blocks that drafts took and no token needs."""
+        for row in plan.drafts:
+            if plan.decodes[row].state is State.RUNNING:
+                allocator.shrink(plan.decodes[row].blocks, plan.decodes[row].computed)

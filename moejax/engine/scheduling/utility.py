@@ -1,0 +1,198 @@
+"""How many drafts are worth their rows: `engine.speculation.depth=utility`. No JAX here.
+
+    tokens/s without     sequences / t(overlapped, sequences)
+    tokens/s with        (sequences + expected right drafts) / t(alone, sequences + drafts)
+
+Drafts continue tokens that the host has read, so that a step with drafts cannot be launched before the last
+one has ended, and their rows take time: on models with experts each may hit experts that no other row does.
+What drafts would get right is known without computing any, since the tokens are those of plain decoding:
+proposals are set beside the tokens that come (`Judged`). What steps take is measured while they run
+(`StepTimes`), that of sizes and ways not in use anew after a while, so that it is the machine's as it is.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from statistics import median
+
+import numpy as np
+
+TIMED = 2
+"""Steps of a kind and size from which its duration is known."""
+
+KEPT = 9
+"""Newest durations of a kind and size; their median counts."""
+
+FIRST_WAIT, LONGEST_WAIT = 64, 1024
+"""Steps after which what was not run is taken to be faster by `DRIFT`, and is timed anew if that would make
+it worth while; the wait doubles each time."""
+
+DRIFT = 1.5
+"""Factor by which a machine may have become faster meanwhile."""
+
+GAIN = 1.05
+"""Ratio of speeds from which drafts begin; they end where they are slower."""
+
+MEMORY = 8
+"""Judged proposals of a sequence that count about as much as all before."""
+
+
+class StepTimes:
+    """Durations of steps that only decode, from one step's tokens to the next one's, by rows, of two ways:
+    without drafts, and drafting, where a step is launched alone even if nothing was found to be drafted.
+
+    Args:
+        padded: returns how many rows are computed for so many.
+    """
+
+    def __init__(self, padded: Callable[[int], int] = lambda rows: rows) -> None:
+        self.padded = padded
+        self._ways = {False: _Way(), True: _Way()}
+        self._steps = 0
+
+    def observe(self, rows: int, drafting: bool, seconds: float) -> None:
+        """Takes in a step's duration."""
+        self._steps += 1
+        self._ways[drafting].add(self.padded(rows), seconds, self._steps)
+        self._ways[not drafting].age(self._steps)
+
+    def without_drafts(self, sequences: int) -> float | None:
+        """Returns the seconds of a step without drafts; None: to be timed first."""
+        return self._ways[False].known().get(self.padded(sequences))
+
+    def with_drafts(self, sequences: int, sizes: Sequence[int], plain: float) -> list[float]:
+        """Returns the seconds of drafting steps of so many padded rows, where one without drafts takes
+        `plain`, the least that they can take. Sizes between two that were timed are taken to lie on a line,
+        larger ones to take no longer, whereupon they are timed."""
+        least = self.padded(sequences)
+        timed = sorted(self._ways[True].known().items())
+        known = {least: plain} | {size: max(plain, seconds) for size, seconds in timed if size >= least}
+        return list(np.interp(sizes, list(known), list(known.values())))
+
+
+class _Way:
+    """Durations of one way, by padded rows."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._known: dict[int, float] = {}
+        self._step, self._wait, self._drift = 0, FIRST_WAIT, 1.0
+
+    def known(self) -> dict[int, float]:
+        return {size: seconds / self._drift for size, seconds in self._known.items()}
+
+    def add(self, size: int, seconds: float, step: int) -> None:
+        newest = self._seconds[size]
+        newest.append(seconds)
+        self._step = step
+        if len(newest) < TIMED:
+            return
+        if self._drift > 1.0 and size in self._known:  # what has changed has done so at all sizes
+            change = median(newest) / self._known[size]
+            self._known = {each: change * known for each, known in self._known.items()}
+            self._drift = 1.0
+        self._known[size] = median(newest)
+
+    def age(self, step: int) -> None:
+        if self._known and step - self._step >= self._wait:
+            self._seconds.clear()
+            self._step, self._drift = step, DRIFT * self._drift
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+
+
+class Judged:
+    """How often proposals for a sequence were right so far, by place.
+
+    Args:
+        most: places.
+        prior: that of all sequences, where this one's begins; none: nothing is right.
+
+    Attributes:
+        proposed, right: how often a draft was proposed, and was right with all before it, by place.
+    """
+
+    def __init__(self, most: int, prior: "Judged | None" = None) -> None:
+        self.prior = prior
+        self.proposed: list[float] = list(prior.proposed) if prior else [0.0] * most
+        self.right: list[float] = list(prior.right) if prior else [0.0] * most
+        self._rounds = 0
+        self._start = 0
+        self._proposal: Sequence[int] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Tells whether there is a proposal whose end is not known."""
+        return self._proposal is not None
+
+    def begin(self, tokens: Sequence[int], proposal: Sequence[int]) -> None:
+        """Sets a proposal beside what will follow `tokens`."""
+        self._start, self._proposal = len(tokens), proposal
+
+    def see(self, tokens: Sequence[int]) -> None:
+        """Takes in a sequence's tokens so far."""
+        if self._proposal is None:
+            return
+        new = tokens[self._start :]
+        right = next((i for i, (a, b) in enumerate(zip(new, self._proposal, strict=False)) if a != b), None)
+        if right is None and len(new) < max(1, len(self._proposal)):
+            return
+        right = len(self._proposal) if right is None else right
+        self._add(len(self._proposal), right)
+        if self.prior is not None:
+            self.prior._add(len(self._proposal), right)
+        self._proposal = None
+
+    def _add(self, proposed: int, right: int) -> None:
+        self._rounds += 1
+        share = 1 / min(self._rounds + 1, MEMORY)
+        for counts, number in ((self.proposed, proposed), (self.right, right)):
+            for place in range(len(counts)):
+                counts[place] += share * ((place < number) - counts[place])
+
+    def chances(self, drafts: int) -> list[float]:
+        """Returns how likely each of so many proposed drafts is right, with all before it."""
+        return [r / p if p else 0.0 for r, p in zip(self.right[:drafts], self.proposed, strict=False)]
+
+
+class Utility:
+    """Chooses, for a step of sequences that all decode, the drafts with the most tokens per second.
+
+    Args:
+        times: of steps; data-parallel groups share them.
+    """
+
+    def __init__(self, most: int, times: StepTimes) -> None:
+        self.most, self.times = most, times
+        self.all = Judged(most)
+        self.drafting = False
+
+    def worth(self, accounts: Sequence[Judged]) -> bool:
+        """Tells whether steps with drafts of these sequences are faster; decided anew at each step."""
+        plain, sequences = self.times.without_drafts(len(accounts)), len(accounts)
+        least = sequences * (1.0 if self.drafting else GAIN)
+        self.drafting = False
+        if plain is not None and sequences + sum(sum(account.right) for account in accounts) > least:
+            chances = sorted((chance for account in accounts for chance in account.right), reverse=True)
+            self.drafting = max(self._speeds(sequences, chances, plain)) * plain > least
+        return self.drafting
+
+    def choose(self, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
+        """Returns how many of its drafts each sequence gets in a step, of at most `budget` in all."""
+        # A draft is never likelier than the one before it, so that sorting keeps their order.
+        drafts = sorted(
+            ((chance, -index) for index, row in enumerate(chances) for chance in row), reverse=True
+        )[:budget]
+        plain = self.times.without_drafts(len(chances))
+        assert plain is not None  # or else they would not be worth it
+        speeds = self._speeds(len(chances), [chance for chance, _ in drafts], plain)
+        counts = [0] * len(chances)
+        for _, index in drafts[: speeds.index(max(speeds))]:
+            counts[-index] += 1
+        return counts
+
+    def _speeds(self, sequences: int, chances: Sequence[float], plain: float) -> list[float]:
+        """Returns tokens per second with 0, 1, … drafts of falling chances."""
+        sizes = [self.times.padded(sequences + drafts) for drafts in range(len(chances) + 1)]
+        seconds = self.times.with_drafts(sequences, sizes, plain)
+        tokens = accumulate(chances, initial=float(sequences))
+        return [expected / each for expected, each in zip(tokens, seconds, strict=True)]
