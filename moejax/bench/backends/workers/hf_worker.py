@@ -142,7 +142,7 @@ class Transformers(Engine):
         return Step([(request, token) for token in tokens], admitted[:], prefill, len(tokens), len(tokens))
 
     def _generate(self, request, rounds):
-        sampling = {"do_sample": False}
+        sampling: dict = {"do_sample": False}
         if request.temperature > 0:
             torch.manual_seed(request.seed)
             sampling = {
@@ -176,7 +176,8 @@ class _Rounds:
     """A streamer: the tokens of each round of a request's `generate`."""
 
     def __init__(self, request):
-        self.request, self.queue, self.begun = request, queue.SimpleQueue(), False
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()
+        self.request, self.begun = request, False
 
     def put(self, tokens):
         if self.request.reason is not None:
