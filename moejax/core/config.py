@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, get_args
 
+from moejax.core.adapters import AdaptersConfig
 from moejax.core.checked import (
     Among,
     Checked,
@@ -467,31 +468,6 @@ class StaticBatchingConfig(Checked, section="engine.static_batching"):
 
     batch_size: PositiveInt | None = None
     max_wait_s: NonNegativeNumber = 0.0
-
-
-AdaptedMatrices = Literal["attention", "mlp", "router", "experts"]
-
-
-@dataclass(frozen=True)
-class AdaptersConfig(Checked, section="engine.adapters"):
-    """LoRA adapters, which requests choose, beside the model's weights, see `moejax.engine.adapters`.
-
-    Attributes:
-        slots: adapters that are there at a time; 0: none can be loaded.
-        rank: the largest of an adapter.
-        targets: matrices with slots: of attention, of dense layers and shared experts ("mlp"), of routers
-            and of routed experts. Each costs memory and time for all requests; adapters with others are
-            refused.
-    """
-
-    slots: NonNegativeInt = 0
-    rank: PositiveInt = 16
-    targets: list[AdaptedMatrices] = field(default_factory=lambda: ["attention", "mlp", "router", "experts"])
-
-    @property
-    def experts(self) -> bool:
-        """Whether routed experts have slots."""
-        return self.slots > 0 and "experts" in self.targets
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import numpy as np
 from flax import nnx
 
 from moejax.checkpoint.peft import read_adapter
-from moejax.core.config import AdaptersConfig, ModelConfig, MoeConfig
+from moejax.core.adapters import AdaptersConfig
+from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.step.functions import ModelFunctions

@@ -548,7 +548,7 @@ class LLM:
                 self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
 
-    # -- LoRA adapters ---------------------------------------------------------------------------------
+    # -- LoRA adapters, expert placement ---------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads a LoRA adapter in PEFT's format for requests with `RequestOptions(adapter=name)`, while
@@ -563,12 +563,8 @@ class LLM:
             self._weights.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Lets no further request have an adapter. Those that have it go on to their end, which frees its
-        slot.
-
-        Raises:
-            RequestError: there is none of that name.
-        """
+        """Lets no further request have an adapter; those that have it go on, and then its slot is free.
+        Raises `RequestError` where there is none of that name."""
         with self.engine.lock:
             self._weights.adapters.unload(name)
 
@@ -576,8 +572,6 @@ class LLM:
     def adapters(self) -> list[str]:
         """The names of the adapters that requests can have."""
         return list(self._weights.adapters.loaded)
-
-    # -- expert placement ------------------------------------------------------------------------------
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
         """Counts every expert's assignments over the latest steps from now on.

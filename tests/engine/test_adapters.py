@@ -20,10 +20,12 @@ from moejax import (
     QuantConfig,
     RequestOptions,
     SamplingParams,
+    SpeculationConfig,
 )
 from moejax.checkpoint.hf import save_pretrained
 from moejax.checkpoint.peft import merge_adapter, read_adapter, save_adapter
-from moejax.core.config import AdaptersConfig, ModelConfig
+from moejax.core.adapters import AdaptersConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
 from moejax.models.decoder import Decoder
@@ -167,6 +169,14 @@ def test_beside_quantized_weights(made: Callable[[str], Made]) -> None:
     assert np.abs(differences[0] - differences[1]).max() < 0.5
     base = quantized.score(PROMPTS)[0]
     assert np.abs(base - differences[1]).max() > 1.0
+
+
+@pytest.mark.parametrize("method", slow_but(["ngram", "self_experts"], ["ngram", "self_experts", "self_layers"]))
+def test_with_drafts(made: Callable[[str], Made], method: Any) -> None:
+    """What drafts, where it is the model, has the adapters, too."""
+    llm = engine(made("gqa"), speculation=SpeculationConfig(method=method, k=3, min_ngram=1))
+    assert_all_merged(made("gqa"), llm)
+    assert llm.stats()["drafted"] > 0
 
 
 def test_scores_are_the_adapters(made: Callable[[str], Made]) -> None:
