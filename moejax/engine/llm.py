@@ -481,7 +481,8 @@ class LLM:
         to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
 
         Args:
-            batches: prompts and their parameters. Adaptive batching has all compiled, as `warmup` does.
+            batches: prompts and their parameters. Adaptive batching and drafts have all compiled, as `warmup`
+                does: which steps they take shows only as they run.
             record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
         """
         if self.builder.replay is not None:
@@ -493,17 +494,18 @@ class LLM:
         free = dataclasses.replace(config.scheduling, tenants={}, admission="queue")
         policy = make_policy(dataclasses.replace(config, scheduling=free))
         resolved = dataclasses.replace(self._resolved, policy=policy)
+        longest = 0
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
                 whole = [dataclasses.replace(p, max_time_s=None) for p in params]
                 requests = self._request_builder(None).to_generate(prompts, whole, record=record_routing)
                 scheduler = make_scheduler(resolved, self.runner.cache)
+                longest = max(longest, *(s.max_length for r in requests for s in r.sequences))
                 Engine(scheduler, steps, overlap=config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)
-            if self.engine.adaptive is not None:
+            if self.engine.adaptive is not None or config.speculation.most:
                 asked = [p for _, params in batches for p in params]
-                longest = self.max_model_len
                 self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 
     @property

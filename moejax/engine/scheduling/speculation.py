@@ -253,7 +253,7 @@ class Speculation:
             if sequence.state is not State.FINISHED:
                 account = self._account(sequence)
                 account.see(sequence.tokens)
-                if not account.open and not self.utility.drafting and self.depth(sequence):
+                if account.due(sequence.tokens) and not self.utility.drafting and self.depth(sequence):
                     account.begin(sequence.tokens, self._propose(sequence))
 
     def ended(self, sequence: Sequence) -> None:

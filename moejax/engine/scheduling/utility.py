@@ -1,7 +1,10 @@
 """How many drafts are worth their rows: `engine.speculation.depth=utility`. No JAX here.
 
-    tokens/s without     sequences / t(overlapped, sequences)
-    tokens/s with        (sequences + expected right drafts) / t(alone, sequences + drafts)
+    a sequence's tokens/s without     1 / t(overlapped, sequences)
+    with                              (1 + its drafts expected to be right) / t(alone, sequences + drafts)
+
+The geometric mean over sequences decides: all wait for the rows of those whose drafts are good, and by their
+sum one that repeats itself would slow down all others.
 
 Drafts continue tokens that the host has read, so that a step with drafts cannot be launched before the last
 one has ended, and their rows take time: on models with experts each may hit experts that no other row does.
@@ -11,8 +14,9 @@ proposals are set beside the tokens that come (`Judged`). What steps take is mea
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import exp, log1p
 from statistics import median
 
 import numpy as np
@@ -30,11 +34,16 @@ it worth while; the wait doubles each time."""
 DRIFT = 1.5
 """Factor by which a machine may have become faster meanwhile."""
 
-GAIN = 1.05
-"""Ratio of speeds from which drafts begin; they end where they are slower."""
+GAIN, KEPT_GAIN = 1.15, 1.05
+"""Ratios of speeds from which drafts begin, and go on: they are estimates, of which the best are too good."""
 
 MEMORY = 8
 """Judged proposals of a sequence that count about as much as all before."""
+
+
+LONGEST_PAUSE = 7
+"""Tokens after which more are proposed for a sequence whose proposals were wrong: proposing takes the
+host's time. The pause grows with each, and ends with a right one."""
 
 
 class StepTimes:
@@ -116,13 +125,17 @@ class Judged:
         self.proposed: list[float] = list(prior.proposed) if prior else [0.0] * most
         self.right: list[float] = list(prior.right) if prior else [0.0] * most
         self._rounds = 0
-        self._start = 0
+        self._start = self._pause = 0
         self._proposal: Sequence[int] | None = None
 
     @property
     def open(self) -> bool:
         """Tells whether there is a proposal whose end is not known."""
         return self._proposal is not None
+
+    def due(self, tokens: Sequence[int]) -> bool:
+        """Tells whether what follows `tokens` should be proposed, only to be judged."""
+        return not self.open and len(tokens) > self._start + self._pause
 
     def begin(self, tokens: Sequence[int], proposal: Sequence[int]) -> None:
         """Sets a proposal beside what will follow `tokens`."""
@@ -140,6 +153,7 @@ class Judged:
         self._add(len(self._proposal), right)
         if self.prior is not None:
             self.prior._add(len(self._proposal), right)
+        self._pause = 0 if right else min(2 * self._pause + 1, LONGEST_PAUSE)
         self._proposal = None
 
     def _add(self, proposed: int, right: int) -> None:
@@ -155,7 +169,7 @@ class Judged:
 
 
 class Utility:
-    """Chooses, for a step of sequences that all decode, the drafts with the most tokens per second.
+    """Chooses, for a step of sequences that all decode, the drafts with which they are fastest.
 
     Args:
         times: of steps; data-parallel groups share them.
@@ -169,30 +183,38 @@ class Utility:
     def worth(self, accounts: Sequence[Judged]) -> bool:
         """Tells whether steps with drafts of these sequences are faster; decided anew at each step."""
         plain, sequences = self.times.without_drafts(len(accounts)), len(accounts)
-        least = sequences * (1.0 if self.drafting else GAIN)
+        least = KEPT_GAIN if self.drafting else GAIN
         self.drafting = False
-        if plain is not None and sequences + sum(sum(account.right) for account in accounts) > least:
-            chances = sorted((chance for account in accounts for chance in account.right), reverse=True)
-            self.drafting = max(self._speeds(sequences, chances, plain)) * plain > least
+        gains = sorted((gain for account in accounts for gain in _gains(account.right)), reverse=True)
+        if accounts and plain is not None and exp(sum(gains) / sequences) > least:
+            self.drafting = max(self._speeds(sequences, gains, plain)) * plain > least
         return self.drafting
 
     def choose(self, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         """Returns how many of its drafts each sequence gets in a step, of at most `budget` in all."""
-        # A draft is never likelier than the one before it, so that sorting keeps their order.
+        # A draft never gains more than the one before it, so that sorting keeps their order.
         drafts = sorted(
-            ((chance, -index) for index, row in enumerate(chances) for chance in row), reverse=True
+            ((gain, -index) for index, row in enumerate(chances) for gain in _gains(row)), reverse=True
         )[:budget]
         plain = self.times.without_drafts(len(chances))
         assert plain is not None  # or else they would not be worth it
-        speeds = self._speeds(len(chances), [chance for chance, _ in drafts], plain)
+        speeds = self._speeds(len(chances), [gain for gain, _ in drafts], plain)
         counts = [0] * len(chances)
         for _, index in drafts[: speeds.index(max(speeds))]:
             counts[-index] += 1
         return counts
 
-    def _speeds(self, sequences: int, chances: Sequence[float], plain: float) -> list[float]:
-        """Returns tokens per second with 0, 1, … drafts of falling chances."""
-        sizes = [self.times.padded(sequences + drafts) for drafts in range(len(chances) + 1)]
+    def _speeds(self, sequences: int, gains: Sequence[float], plain: float) -> list[float]:
+        """Returns a sequence's tokens per second, geometric mean, with 0, 1, … drafts of falling gains."""
+        sizes = [self.times.padded(sequences + drafts) for drafts in range(len(gains) + 1)]
         seconds = self.times.with_drafts(sequences, sizes, plain)
-        tokens = accumulate(chances, initial=float(sequences))
-        return [expected / each for expected, each in zip(tokens, seconds, strict=True)]
+        logs = accumulate(gains, initial=0.0)
+        return [exp(gained / sequences) / each for gained, each in zip(logs, seconds, strict=True)]
+
+
+def _gains(chances: Sequence[float]) -> Iterator[float]:
+    """Yields by how much each draft raises the logarithm of its sequence's expected tokens."""
+    tokens = 1.0
+    for chance in chances:
+        yield log1p(chance / tokens)
+        tokens += chance
