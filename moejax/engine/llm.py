@@ -481,8 +481,7 @@ class LLM:
         to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
 
         Args:
-            batches: prompts and their parameters. Adaptive batching and drafts have all compiled, as `warmup`
-                does: which steps they take shows only as they run.
+            batches: prompts and their parameters. Adaptive batching and drafts have all compiled (`warmup`).
             record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
         """
         if self.builder.replay is not None:
@@ -505,8 +504,8 @@ class LLM:
                 Engine(scheduler, steps, overlap=config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)
             if self.engine.adaptive is not None or config.speculation.most:
-                asked = [p for _, params in batches for p in params]
-                self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
+                kinds = [p for _, params in batches for p in params]
+                self.warmup(max_total_len=longest, sampling_params=kinds, record_routing=record_routing)
 
     @property
     def routing(self) -> RoutingRecord:
@@ -557,8 +556,8 @@ class LLM:
         others run and without compiling anything again. Variants of this engine have it, too.
 
         Raises:
-            ConfigError: the engine has no slot left (`engine.adapters`) or none for one of its matrices, its
-                rank is too large, the name is taken, or it is more than LoRA.
+            ConfigError: no slot is left (`engine.adapters`), or is for one of its matrices; too large a rank;
+                the name is taken; or it is more than LoRA.
             CheckpointError: it is damaged, or does not fit the model.
         """
         with self.engine.lock:
@@ -572,8 +571,7 @@ class LLM:
 
     @property
     def adapters(self) -> list[str]:
-        """The names of the adapters that requests can have."""
-        return list(self._weights.adapters.loaded)
+        return list(self._weights.adapters.loaded)  # the names that requests can give
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
         """Counts every expert's assignments over the latest steps from now on.

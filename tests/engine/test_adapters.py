@@ -171,12 +171,18 @@ def test_beside_quantized_weights(made: Callable[[str], Made]) -> None:
     assert np.abs(base - differences[1]).max() > 1.0
 
 
-@pytest.mark.parametrize("method", slow_but(["ngram", "self_experts"], ["ngram", "self_experts", "self_layers"]))
+@pytest.mark.parametrize("method", slow_but(["self_experts"], ["ngram", "self_experts", "self_layers"]))
 def test_with_drafts(made: Callable[[str], Made], method: Any) -> None:
     """What drafts, where it is the model, has the adapters, too."""
     llm = engine(made("gqa"), speculation=SpeculationConfig(method=method, k=3, min_ngram=1))
     assert_all_merged(made("gqa"), llm)
     assert llm.stats()["drafted"] > 0
+
+
+def test_another_model_drafts_without_adapters(made: Callable[[str], Made]) -> None:
+    draft = SpeculationConfig(method="draft", draft=str(made("gqa").directory))
+    with pytest.raises(ConfigError, match=r"method=draft does not go with engine.adapters.slots, of which"):
+        engine(made("gqa"), speculation=draft)
 
 
 def test_scores_are_the_adapters(made: Callable[[str], Made]) -> None:

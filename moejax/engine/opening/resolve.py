@@ -377,6 +377,9 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
         "parallel.exchange_capacity: what is dropped depends on the batch": (
             parallel.exchange_capacity is not None
         ),
+        "engine.adapters.slots, of which the drafting model has none": (
+            speculation.method == "draft" and engine.adapters.slots > 0
+        ),
     }
     for reason, holds in refusals.items():
         if speculation.most and holds:
