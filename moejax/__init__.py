@@ -6,6 +6,7 @@ from moejax.core.version import __version__
 
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
+    from moejax.core.adapters import AdaptersConfig
     from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
@@ -28,6 +29,7 @@ _HOMES = {
     "Checkpoint": "moejax.engine.requests.api",
     "load_pretrained": "moejax.checkpoint.hf",
     "save_pretrained": "moejax.checkpoint.hf",
+    "AdaptersConfig": "moejax.core.adapters",
     "ModelConfig": "moejax.core.config",
     "MoeConfig": "moejax.core.config",
     "EngineConfig": "moejax.core.config",
@@ -44,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdaptersConfig",
     "AdaptiveBatchingConfig",
     "Checkpoint",
     "EngineConfig",

@@ -120,6 +120,6 @@ def _open(
 
 # Of the engine's settings, what is settled as the weights are laid out, or moves them.
 _WITH_WEIGHTS = (
-    "moe", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing", "rebalance",
-    "autotune", "autotune_budget_s", "autotune_choices",
+    "moe", "adapters", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing",
+    "rebalance", "autotune", "autotune_budget_s", "autotune_choices",
 )  # fmt: skip

@@ -41,8 +41,8 @@ class Faults:
         """Adds a fault; the same fault is listed once."""
         self.by_kind.setdefault(kind, {})[what] = None
 
-    def check(self, source: str) -> None:
-        """Raises one `CheckpointError` that lists all faults."""
+    def check(self, source: str, what: str = "the weights do not fit config.json") -> None:
+        """Raises one `CheckpointError` that lists all faults; `what` sums them up."""
         if not self.by_kind:
             return
         parts = []
@@ -50,7 +50,7 @@ class Faults:
             items = list(named)
             more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_LISTED])}{more}")
-        raise CheckpointError(f"{source}: the weights do not fit config.json; {'; '.join(parts)}")
+        raise CheckpointError(f"{source}: {what}; {'; '.join(parts)}")
 
 
 def plan_load(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, get_args
 
+from moejax.core.adapters import AdaptersConfig
 from moejax.core.checked import (
     Among,
     Checked,
@@ -482,6 +483,7 @@ class EngineConfig(Checked, section="engine"):
         policy: who is admitted first and preempted last, see `moejax.engine.scheduling.policies`.
         scheduling: what policies go by, see `SchedulingConfig`.
         rebalance: when experts are placed anew while it runs, see `RebalanceConfig`.
+        adapters: see `AdaptersConfig`.
         adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
         speculation: see `SpeculationConfig`.
         preemption: what becomes of a sequence that loses its place: all of it is computed again
@@ -528,6 +530,7 @@ class EngineConfig(Checked, section="engine"):
     policy: PolicyName = "fcfs"
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     preemption: Preemption = "recompute"

@@ -122,7 +122,7 @@ class LLM:
         whole_in, cache = None, self.runner.cache
         if self.engine_config.batching == "static":
             whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
-        return RequestBuilder(self._resolved, whole_in, replay)
+        return RequestBuilder(self._resolved, whole_in, replay, self._weights.adapters)
 
     def close(self) -> None:
         """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
@@ -277,14 +277,15 @@ class LLM:
         """Returns a text's token ids, special tokens included, as `generate` takes it."""
         return self.get_tokenizer().encode(text)
 
-    def score(self, sequences: Sequence[Prompt]) -> list[np.ndarray]:
-        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1.
+    def score(self, sequences: Sequence[Prompt], *, adapter: str | None = None) -> list[np.ndarray]:
+        """Returns log p(token t | tokens < t) for each sequence of n tokens, float32 arrays of length n - 1,
+        by the model with an `adapter` where one is named.
 
         Raises:
             RequestError: as for `generate`, or a sequence of fewer than two tokens.
             StepError: a step failed.
         """
-        requests = self.builder.to_score(as_list(sequences))
+        requests = self.builder.to_score(as_list(sequences), adapter)
         self.engine.run(requests)
         every = [request.output.prompt_logprobs or [] for request in requests]
         return [np.array([entry.logprob for entry in entries if entry], np.float32) for entries in every]
@@ -346,7 +347,7 @@ class LLM:
         with self.engine.lock:
             if (request := self._submitted.get(request_id)) is None:
                 raise RequestError(f"interrupt: no submitted request {request_id!r} is running")
-            checkpoint = request.checkpoint(self.builder.model)
+            checkpoint = request.checkpoint(self.builder.model_of(request))
             self.engine.abort(request, "interrupt")
         return checkpoint
 
@@ -425,7 +426,7 @@ class LLM:
             for group, prefixes in enumerate(caches):
                 request = self.builder.to_generate([prompt], params, options=options)[0]
                 self.engine.run([request], group)
-                pinned.append(prefixes.pin(self.builder.identity(options), request.output.prompt_token_ids))
+                pinned.append(prefixes.pin(request.sequences[0].identity, request.output.prompt_token_ids))
         return min(pinned)
 
     def clear_prefix_cache(self) -> None:
@@ -480,8 +481,7 @@ class LLM:
         to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
 
         Args:
-            batches: prompts and their parameters. Adaptive batching and drafts have all compiled, as `warmup`
-                does: which steps they take shows only as they run.
+            batches: prompts and their parameters. Adaptive batching and drafts have all compiled (`warmup`).
             record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
         """
         if self.builder.replay is not None:
@@ -504,8 +504,8 @@ class LLM:
                 Engine(scheduler, steps, overlap=config.overlap).run(requests)
             self.runner.compile_ahead(steps.keys)
             if self.engine.adaptive is not None or config.speculation.most:
-                asked = [p for _, params in batches for p in params]
-                self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
+                kinds = [p for _, params in batches for p in params]
+                self.warmup(max_total_len=longest, sampling_params=kinds, record_routing=record_routing)
 
     @property
     def routing(self) -> RoutingRecord:
@@ -549,7 +549,29 @@ class LLM:
                 self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
 
-    # -- expert placement ------------------------------------------------------------------------------
+    # -- LoRA adapters, expert placement ---------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads a LoRA adapter in PEFT's format for requests with `RequestOptions(adapter=name)`, while
+        others run and without compiling anything again. Variants of this engine have it, too.
+
+        Raises:
+            ConfigError: no slot is left (`engine.adapters`), or is for one of its matrices; too large a rank;
+                the name is taken; or it is more than LoRA.
+            CheckpointError: it is damaged, or does not fit the model.
+        """
+        with self.engine.lock:
+            self._weights.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets no further request have an adapter; those that have it go on, and then its slot is free.
+        Raises `RequestError` where there is none of that name."""
+        with self.engine.lock:
+            self._weights.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self._weights.adapters.loaded)  # the names that requests can give
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
         """Counts every expert's assignments over the latest steps from now on.

@@ -23,6 +23,7 @@ from moejax.nn.embedding import Embedding
 from moejax.nn.latent_attention import LatentAttention
 from moejax.nn.linear import Linear
 from moejax.nn.linear_attention import LinearAttention, decay_share
+from moejax.nn.lora import TokenSlots
 from moejax.nn.mlp import GatedMLP
 from moejax.nn.norm import RMSNorm, norm_of
 from moejax.nn.param import initialize, num_params
@@ -218,6 +219,7 @@ class Decoder(nnx.Module):
             if self.is_last and not tied
             else None
         )
+        self.token_slots: TokenSlots | None = nnx.data(None)
         self.config = config
         self.axes = axes
         if seed is not None:
@@ -240,6 +242,7 @@ class Decoder(nnx.Module):
         cache: DecoderCache | None = None,
         rope_lens: jax.Array | None = None,
         routing: Recorded | None = None,
+        adapters: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, tuple[RoutingTrace | None, ...]]:
         """Runs all layers that are here, and the final norm where they are the last ones.
 
@@ -253,6 +256,8 @@ class Decoder(nnx.Module):
                 row's last real position.
             routing: what each layer's router is to choose again, `[B, T, k]` (the traces of an earlier call,
                 or `Replay`s); one entry a layer of this stage. A trace of the same call gives the same bits.
+            adapters: int32 `[B·T]`, the slot of each token's adapter (`moejax.nn.lora`); None: no token has
+                one.
 
         Returns:
             (`[B, T, D]`, updated cache, one trace per layer, None for dense layers). Before the last stage
@@ -263,6 +268,9 @@ class Decoder(nnx.Module):
         Raises:
             ConfigError: `routing` is not these layers' or these tokens'.
         """
+        if adapters is not None:
+            assert self.token_slots is not None, "the model has no slots"
+            self.token_slots.set_value(adapters)
         if rope_lens is None:
             last = positions if valid is None else jnp.where(valid, positions, -1)
             rope_lens = jnp.max(last, axis=1) + 1

@@ -17,6 +17,7 @@ from moejax.core.errors import ConfigError
 from moejax.moe.permute import combine, plan_blocks, sort_by_expert
 from moejax.moe.router import Router, Routing
 from moejax.nn.activation import KERNEL_NAMES, gated
+from moejax.nn.lora import StackLora, TokenSlots
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, arrays_of
 from moejax.ops import dispatch
@@ -78,6 +79,8 @@ class Experts(nnx.Module):
 
         hidden = F, "expert_mlp"
         self.gate_bias, self.up_bias, self.down_bias = bias(*hidden), bias(*hidden), bias(D, "embed")
+        self.lora: nnx.Dict[StackLora] | None = nnx.data(None)
+        self.tokens: TokenSlots | None = nnx.data(None)
         self.act, self.swiglu = config.hidden_act, config.expert_swiglu
         self.split = split
         self.leaves_sums = leaves_sums
@@ -99,14 +102,15 @@ class Experts(nnx.Module):
     def stacks(self) -> tuple[Stack, Stack, Stack]:
         """Returns gate, up and down as they are stored, for products expert by expert; `_biases` has down's
         bias, because a device that holds a part of F gives a part of the product."""
-        gate, up = self._stack(self.gate_proj, self.gate_bias), self._stack(self.up_proj, self.up_bias)
-        return gate, up, self._stack(self.down_proj)
+        gate, up = self._stack("gate_proj", self.gate_bias), self._stack("up_proj", self.up_bias)
+        return gate, up, self._stack("down_proj")
 
-    def _stack(self, weight: Weight, bias: nnx.Param | None = None) -> Stack:
-        added = None if bias is None else bias[...]
+    def _stack(self, name: str, bias: nnx.Param | None = None) -> Stack:
+        weight, added = getattr(self, name), None if bias is None else bias[...]
+        lora = None if self.lora is None else (self.lora[name].a[...], self.lora[name].b[...])
         if isinstance(weight, QuantizedWeight):
-            return Stack(weight.tensor(), weight.implementation, bias=added)
-        return Stack(weight[...], transposed=self.transposed, bias=added)
+            return Stack(weight.tensor(), weight.implementation, bias=added, lora=lora)
+        return Stack(weight[...], transposed=self.transposed, bias=added, lora=lora)
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Maps gate and up `[..., F]` to the hidden numbers `[..., F]`."""
@@ -160,12 +164,17 @@ class Experts(nnx.Module):
         """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
         E, stacks = self.num_experts, self.stacks()
+        ids, groups = routing.ids, E
+        if self.tokens is not None:
+            # Each expert with each adapter is a group of its own: one order serves its matrices and theirs.
+            slots = stacks[0].slots
+            ids, groups = jnp.where(ids < E, ids * slots + self.tokens[...][:, None], E * slots), E * slots
         transposed = all(stack.by_rows for stack in stacks)
         options: dict[str, Any] = {"act": self.hidden, "split": self.split}
         _, asked, height = config.product(N)
         chosen = dispatch.choose_grouped_matmul(asked, block_rows=height).value
         if chosen == "ragged_dot":
-            plan = plan_blocks(routing.ids, E, 0, ())
+            plan = plan_blocks(ids, groups, 0, ())
             out = grouped_swiglu_ragged(x[plan.order // k], *stacks, plan.counts, **options)
             return combine(out, plan, routing.weights)
         if chosen == "batched":
@@ -175,7 +184,7 @@ class Experts(nnx.Module):
         else:  # of one height
             rows = height or dispatch.block_rows_for(N * k, E, transposed)
             singles, heights = 0, (rows,)
-        plan = plan_blocks(routing.ids, E, singles, heights)
+        plan = plan_blocks(ids, groups, singles, heights)
         out = grouped_swiglu_blocks(
             x[plan.order // k], *stacks, plan.single, plan.blocks, heights=heights, **options
         )

@@ -9,6 +9,7 @@ from flax import nnx
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.nn.lora import Lora
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
 from moejax.ops.row_sums import split_product
@@ -60,6 +61,7 @@ class Router(nnx.Module):
         self.bias = declare(ParamSpec((E,), (None,), dtype, "zeros")) if config.router.bias else None
         bias = ParamSpec((E,), (None,), jnp.dtype("float32"), "zeros")
         self.correction_bias = declare(bias) if config.router.correction_bias else None
+        self.lora: Lora | None = nnx.data(None)
         self.num_experts = E
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
@@ -76,6 +78,8 @@ class Router(nnx.Module):
             parts = matmul_of(x, self.kernel, out_dtype=jnp.float32)[None]
         else:
             parts = split_product(x, self.kernel[...])
+        if self.lora is not None:
+            parts = parts.at[0].add(self.lora(x).astype(parts.dtype))
         if self.bias is not None:
             parts = parts.at[0].add(self.bias[...].astype(parts.dtype)[None])
         # In the kernel's order, so that a trace has the logits that it chose by.

@@ -120,8 +120,9 @@ class Attention(nnx.Module):
                 out, cache = cache.update_and_attend(q, k, v, rope, positions, **options, sinks=sinks)
         with jax.named_scope("output_projection"):
             out = out.reshape(B, T, -1)
-            if self.splits_output and cache is not None and isinstance(self.o_proj.kernel, nnx.Param):
-                parts = split_product(out.reshape(B * T, -1), self.o_proj.kernel[...])
+            kernel, alone = self.o_proj.kernel, self.o_proj.lora is None
+            if self.splits_output and cache is not None and alone and isinstance(kernel, nnx.Param):
+                parts = split_product(out.reshape(B * T, -1), kernel[...])
                 if len(parts) > 1:
                     return RowSums(parts), cache
             return self.o_proj(out), cache

@@ -24,12 +24,20 @@ class Stack:
         bias: `[E, F]`, added to products with rows.
         implementation: of products with a quantized weight, see `moejax.ops.quantized_matmul`.
         transposed: an array is stored `[E, F, D]`. Codes always are.
+        lora: A `[E, S, r, D]` and B `[E, S, r, F]` of S adapters. To what computes groups of rows the stack
+            then has E·S experts, of which e·S + s adds adapter s's products to those of expert e.
     """
 
     weight: jax.Array | QTensor
     implementation: str = "xla"
     transposed: bool = False
     bias: jax.Array | None = None
+    lora: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def slots(self) -> int:
+        """S, 1 without adapters."""
+        return 1 if self.lora is None else self.lora[0].shape[1]
 
     @property
     def quantizes_rows(self) -> bool:
@@ -54,15 +62,25 @@ class Stack:
     def times(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Computes one expert's `x @ matrix`, x `[M, D]`. Slices first: no stack is transposed or decoded."""
 
-        def slice_of(array: jax.Array) -> jax.Array:
-            which = expert
+        def slice_of(array: jax.Array, which: jax.Array) -> jax.Array:
             if array.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
                 # XLA:CPU slices bfloat16 as float32. Tied to the expert, the conversion stays in a loop over
                 # experts, where it is of the slice; otherwise the whole stack is converted before the loop.
-                array, which = jax.lax.optimization_barrier((array, expert))
+                array, which = jax.lax.optimization_barrier((array, which))
             return jax.lax.dynamic_index_in_dim(array, which, 0, keepdims=False)
 
-        return self.one(x, jax.tree.map(slice_of, (self.weight, self.bias)))
+        own = expert if self.lora is None else expert // self.slots
+        y = self.one(x, jax.tree.map(lambda array: slice_of(array, own), (self.weight, self.bias)))
+        if self.lora is None:
+            return y
+        a, b = (slice_of(array.reshape(-1, *array.shape[2:]), expert) for array in self.lora)
+        return y + dot(dot_by_rows(x, a), b)
+
+    def added(self, rows: jax.Array, counts: jax.Array) -> jax.Array:
+        """Returns what adapters add to the products of rows `[A, D]`, sorted by group with counts `[E·S]`."""
+        assert self.lora is not None
+        a, b = (array.reshape(-1, *array.shape[2:]) for array in self.lora)
+        return jax.lax.ragged_dot(jax.lax.ragged_dot(rows, a.swapaxes(1, 2), counts), b, counts)
 
     def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
         """Maps x `[E, M, D]` to `[E, M, F]`, expert by expert; `split` as in `matmul`."""

@@ -231,10 +231,14 @@ def grouped_swiglu_ragged(
     act: Gated,
     split: Names = (),
 ) -> jax.Array:
-    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`.
+    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`,
+    or `[E·S]` with adapters.
 
     Quantized stacks are dequantized whole, in the rows' dtype.
     """
+    by_adapter = counts
+    if gate.lora is not None:
+        counts = counts.reshape(-1, gate.slots).sum(1)
     A, E = rows.shape[0], counts.shape[0]
     expert = jnp.zeros((), jnp.int32)
     if any(stack.quantizes_rows or stack.bias is not None for stack in (gate, up, down)):
@@ -243,6 +247,7 @@ def grouped_swiglu_ragged(
 
     def product(x: jax.Array, stack: Stack, split: Names = ()) -> jax.Array:
         y = jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
+        y = y if stack.lora is None else y + stack.added(x, by_adapter)
         return y if stack.bias is None else y + stack.bias[expert]
 
     with jax.named_scope("experts_gate_up"):

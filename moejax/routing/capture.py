@@ -45,12 +45,14 @@ class CapturedRequest:
             not captured: such requests stand for any prompt, in order.
         prompt_len: tokens.
         case: row in the result's `cases` that it belongs to, where an experiment captured it.
+        adapter: the name of its LoRA adapter.
     """
 
     request_id: str
     prompt_hash: str
     prompt_len: int
     case: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,10 @@ class RoutingCapture:
         if name not in ("prefill", "decode"):
             raise ConfigError(f"a routing trace has the phases prefill and decode, not {name!r}")
         return self.select(self.prefill if name == "prefill" else ~self.prefill)
+
+    def of_adapter(self, name: str | None) -> "RoutingCapture":
+        """Returns the rows of requests with that LoRA adapter; None: of those without one."""
+        return self.select(np.array([r.adapter == name for r in self.requests], np.bool_)[self.request])
 
     def layer_index(self, layer: int) -> int:
         """Returns the index in the trace of a layer of the model.

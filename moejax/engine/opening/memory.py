@@ -14,6 +14,7 @@ from moejax.core.hardware import KNOWN, detect
 from moejax.core.host import host_memory
 from moejax.core.parallel import check_parallel
 from moejax.core.quant import QuantConfig
+from moejax.engine.adapters import adapter_specs
 from moejax.engine.opening.resolve import ResolvedEngine, cache_dtype
 from moejax.engine.opening.start import make_runner, plan_cache
 from moejax.engine.opening.weights import Weights, load
@@ -52,7 +53,8 @@ class EngineMemory:
     @classmethod
     def of(cls, resolved: ResolvedEngine, weights: Weights) -> "EngineMemory":
         """Returns the memory of an engine with these weights, which need no values."""
-        declared = {name: spec for stage in weights.stages for name, spec in specs(stage).items()}
+        held = [each(stage) for stage in weights.stages for each in (specs, adapter_specs)]
+        declared = {name: spec for part in held for name, spec in part.items()}
         return cls(resolved, declared, any(list(quantized_weights(stage)) for stage in weights.stages))
 
     def certificate(

@@ -17,6 +17,7 @@ from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform
+from moejax.engine.adapters import check_adapters
 from moejax.engine.opening.autotune import choose_products
 from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
@@ -103,9 +104,11 @@ class ResolvedEngine:
                 for what the model does not take.
         """
         engine = _given("engine", engine, EngineConfig)
-        if (engine.moe, engine.kernels) != (self.engine.moe, self.engine.kernels):
+        shared = ("moe", "kernels", "adapters")
+        if any(getattr(engine, name) != getattr(self.engine, name) for name in shared):
             raise ConfigError(
-                "a variant shares its weights, and so engine.moe and engine.kernels; build another LLM"
+                "a variant shares its weights, and so engine.moe, engine.kernels and engine.adapters; build "
+                "another LLM"
             )
         limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
         policy = make_policy(engine, jax.process_count())
@@ -146,11 +149,13 @@ def resolve(
     kernels = choose_kernels(engine.kernels, platform.value, unsupported)
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
     fused = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
+    fused = "xla" if engine.adapters.experts else fused  # which do all of an expert in one
     moe = engine.moe
     product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
+    check_adapters(engine.adapters, parallel, config, moe, product.value)
     layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
-    refusal = _not_tuned(engine.moe, parallel, quant, config, platform.value, product.value, directory)
+    refusal = _not_tuned(engine, parallel, quant, config, platform.value, product.value, directory)
     moe, tuned = choose_products(config, moe, engine, refusal)
     if moe.expert_layout != layout.value:
         layout = layout._replace(value=moe.expert_layout, reason="see engine.autotune")
@@ -372,6 +377,9 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
         "parallel.exchange_capacity: what is dropped depends on the batch": (
             parallel.exchange_capacity is not None
         ),
+        "engine.adapters.slots, of which the drafting model has none": (
+            speculation.method == "draft" and engine.adapters.slots > 0
+        ),
     }
     for reason, holds in refusals.items():
         if speculation.most and holds:
@@ -381,7 +389,7 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
 
 
 def _not_tuned(
-    asked: MoeConfig,
+    engine: EngineConfig,
     parallel: ParallelConfig,
     quant: QuantConfig,
     config: ModelConfig,
@@ -394,6 +402,9 @@ def _not_tuned(
         return "the model has no experts"
     if platform != "cpu" or product == "pallas_triton":
         return "GPU kernels have tables of their own"
+    if engine.adapters.experts:
+        return "experts have slots for adapters"
+    asked = engine.moe
     open_to_choice = (asked.execution, asked.grouped_matmul, asked.block_rows, asked.expert_layout)
     if open_to_choice != ("grouped", "auto", None, "auto"):
         return "engine.moe says what runs"

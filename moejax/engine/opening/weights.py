@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from flax import nnx
 from moejax.checkpoint.hf import load_pretrained
 from moejax.core.config import ModelConfig
 from moejax.core.resolve import Resolution
+from moejax.engine.adapters import Adapters, attach
 from moejax.engine.opening.quantize import choose_implementation
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.step.program import PagedFunctions
@@ -41,6 +42,7 @@ class Weights:
         functions: each stage's weight leaves and step.
         quant_report: what was quantized while they were read; None if nothing was.
         resolutions: what quantized weights there are and what their products run on.
+        adapters: LoRA adapters beside them.
         users: who computes with them, see `release`.
     """
 
@@ -48,6 +50,7 @@ class Weights:
     functions: list[PagedFunctions]
     quant_report: QuantReport | None
     resolutions: list[Resolution]
+    adapters: Adapters
     users: "WeakSet[Any]" = field(default_factory=WeakSet, compare=False, repr=False)
 
     def release(self, user: object) -> None:
@@ -91,7 +94,12 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     for stage, place in zip(stages, resolved.places, strict=True):
         if not fill:
             _place_shapes(stage, place)
-    return Weights(stages, [PagedFunctions(stage) for stage in stages], report, resolutions)
+    pairs, config = zip(stages, resolved.places, strict=True), resolved.engine.adapters
+    slots = ChainMap(*(dict(attach(stage, config, place, fill=fill)) for stage, place in pairs))
+    functions = [PagedFunctions(stage) for stage in stages]
+    return Weights(
+        stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions)
+    )
 
 
 def load_stage(

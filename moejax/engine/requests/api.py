@@ -107,19 +107,22 @@ class SamplingParams(Checked, error=RequestError):
 
 @dataclass(frozen=True)
 class RequestOptions(Checked, error=RequestError):
-    """What the engine's policy goes by for one request (`engine.policy`); it changes no token.
+    """What the engine's policy goes by for one request (`engine.policy`), which changes no token, and its
+    LoRA adapter.
 
     Attributes:
         priority: its class under the policy "priority"; small numbers go first.
         deadline_ms: milliseconds after its arrival within which its last token is wanted.
         tenant: who asks; shares and quotas are tenants' (`engine.scheduling.tenants`).
         slo_class: one of `engine.scheduling.slo_classes`; None asks nothing.
+        adapter: the name of one that `LLM.load_adapter` has loaded; None: the model as it is.
     """
 
     priority: int = 0
     deadline_ms: PositiveNumber | None = None
     tenant: str = ""
     slo_class: str | None = None
+    adapter: Name | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError, unknown
+from moejax.engine.adapters import Adapters, LoadedAdapter
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.requests.api import (
     Checkpoint,
@@ -33,18 +34,23 @@ class RequestBuilder:
         resolved: the model, its tokenizer, and the engine's seed and limits.
         whole_in: the cache, where each sample's blocks are all set aside at once (static batching).
         replay: what gives each request its recorded routing, None where routers choose.
+        adapters: those that requests can name.
 
     `model` is a digest of what the model is: configuration, dtypes, quantization, the seed of random weights;
     it does not look at the values in a checkpoint's files.
     """
 
     def __init__(
-        self, resolved: ResolvedEngine, whole_in: BlockAllocator | None, replay: RoutingReplay | None
+        self,
+        resolved: ResolvedEngine,
+        whole_in: BlockAllocator | None,
+        replay: RoutingReplay | None,
+        adapters: Adapters,
     ) -> None:
         self.tokenizer, self.vocab_size = resolved.tokenizer, resolved.config.vocab_size
         self.max_model_len, self.max_num_seqs = resolved.max_model_len, resolved.engine.max_num_seqs
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
-        self.whole_in, self.replay = whole_in, replay
+        self.whole_in, self.replay, self.adapters = whole_in, replay, adapters
         self.slo_classes = resolved.engine.scheduling.slo_classes
         drafts = resolved.engine.speculation
         self.rejection = drafts.most > 0 and drafts.acceptance == "rejection"
@@ -102,9 +108,11 @@ class RequestBuilder:
             seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
+            adapter = None if option.adapter is None else self.adapters.claim(option.adapter, request)
+            identity = None if self.replay is not None else self.identity(option, adapter)
             for sequence in request.sequences:
                 sequence.options, sequence.arrival = option, arrival
-                sequence.identity = None if self.replay is not None else self.identity(option)
+                sequence.adapter, sequence.identity = adapter, identity
             requests.append(request)
         if self.replay is not None:
             self.replay.assign(requests)
@@ -120,9 +128,15 @@ class RequestBuilder:
         if what := next((reason for reason, holds in reasons.items() if holds), None):
             raise RequestError(f"interrupt and resume: here a request's tokens depend on {what}")
 
-    def identity(self, options: RequestOptions) -> Hashable:
+    def identity(self, options: RequestOptions, adapter: LoadedAdapter | None) -> Hashable:
         """Returns what keys and values are shared by, besides tokens (`moejax.cache.prefix`)."""
-        return options.tenant if self.by_tenant else ()
+        tenant = options.tenant if self.by_tenant else ()
+        return tenant if adapter is None else (tenant, adapter.digest)
+
+    def model_of(self, request: RequestState) -> str:
+        """Returns what a request's model is, its adapter included."""
+        adapter = request.sequences[0].adapter
+        return self.model if adapter is None else f"{self.model}+{adapter.digest}"
 
     def resume(self, kept: Checkpoint, options: RequestOptions | None = None) -> RequestState:
         """Returns an interrupted request with the tokens that it has, not queued yet; see `LLM.resume`."""
@@ -130,8 +144,6 @@ class RequestBuilder:
         if not isinstance(kept, Checkpoint):
             raise RequestError(f"resume takes a Checkpoint, got {kept!r}")
         ids, params = list(kept.prompt_token_ids), kept.sampling_params
-        if kept.model != self.model:
-            raise RequestError(f"resume: the checkpoint is of model {kept.model}, and this is {self.model}")
         if len(ids) + params.max_tokens > self.max_model_len:
             raise RequestError(
                 f"resume: {len(ids)} tokens and {params.max_tokens} to generate are over the limit of "
@@ -139,6 +151,8 @@ class RequestBuilder:
             )
         asked: Prompt = {"prompt": kept.prompt, "prompt_token_ids": ids}
         (request,) = self.to_generate([asked], params, options=options)
+        if kept.model != (model := self.model_of(request)):
+            raise RequestError(f"resume: the checkpoint is of model {kept.model}, and this is {model}")
         wanted = [len(tokens) * (params.logprobs is not None) for tokens in kept.samples]
         sound = len(wanted) == params.n and wanted == [len(known) for known in kept.logprobs]
         sound &= max(0, 0, *itertools.chain(*kept.samples)) < self.vocab_size
@@ -250,8 +264,8 @@ class RequestBuilder:
             biases += [Bias(ids[-1], -math.inf, after=ids[:-1]) for ids in each if ids]
         return biases
 
-    def to_score(self, sequences: Items[Prompt]) -> list[RequestState]:
-        """Returns requests for the log-probabilities of sequences of at least two tokens each.
+    def to_score(self, sequences: Items[Prompt], adapter: str | None = None) -> list[RequestState]:
+        """Returns requests for the log-probabilities of sequences of at least two tokens each, by an adapter.
 
         Raises:
             RequestError: see `LLM.score`.
@@ -265,6 +279,9 @@ class RequestBuilder:
                     f"sequence {i} has {len(ids)} tokens, over the limit of {self.max_model_len}"
                 )
         requests = [self._to_score(ids) for ids in every]
+        if adapter is not None:
+            for request in requests:
+                request.sequences[0].adapter = self.adapters.claim(adapter, request)
         if self.replay is not None:
             self.replay.assign(requests, "sequence")
         return requests

@@ -70,7 +70,7 @@ class RoutingRecorder:
             self._read(self._pending.popleft())
         self._steps = 0
         self._place: dict[str, int] = {}
-        self._requests: list[tuple[str, list[int]]] = []
+        self._requests: list[tuple[str, list[int], str | None]] = []
         self._decoding = _Decoding([], np.zeros((0, len(_INDEX)), np.int32), np.zeros(0, np.int32))
         # Of each step: ids and weights `[rows, L, k]`, and int32 `[rows, 6]`, `_INDEX`.
         self._rows: list[tuple[np.ndarray, ...]] = []
@@ -110,8 +110,8 @@ class RoutingRecorder:
         columns = dict(zip(_INDEX, np.ascontiguousarray(index.T), strict=True))
         columns |= {name: columns[name].astype(np.bool_) for name in ("prefill", "cached")}
         requests = (
-            CapturedRequest(request_id, hash_tokens(prompt), len(prompt))
-            for request_id, prompt in self._requests
+            CapturedRequest(request_id, hash_tokens(prompt), len(prompt), adapter=adapter)
+            for request_id, prompt, adapter in self._requests
         )
         return RoutingCapture(
             ids,
@@ -179,7 +179,8 @@ class RoutingRecorder:
         index = self._place.get(output.request_id)
         if index is None:
             index = self._place[output.request_id] = len(self._requests)
-            self._requests.append((output.request_id, output.prompt_token_ids))
+            adapter = None if sequence.adapter is None else sequence.adapter.name
+            self._requests.append((output.request_id, output.prompt_token_ids, adapter))
         return index, sample
 
     def _write(self, ids: np.ndarray, weights: np.ndarray, index: np.ndarray) -> None:

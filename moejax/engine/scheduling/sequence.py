@@ -54,6 +54,7 @@ class Sequence:
         group: data-parallel group that it belongs to.
         biases: what is added to its logits.
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
+        adapter: its LoRA adapter, which has a `slot` (`moejax.engine.adapters`); None: the model as it is.
         identity: what its keys and values depend on besides its tokens; None: they are its own, and neither
             remembered nor looked up (`moejax.cache.prefix`).
         not_looked_up: why it computes its whole prompt all the same; None: it need not.
@@ -84,6 +85,7 @@ class Sequence:
     record: bool = False
     biases: Collection[Bias] = ()
     mode: Any = None
+    adapter: Any = None
     identity: Hashable | None = None
     not_looked_up: str | None = None
     cached: int = 0

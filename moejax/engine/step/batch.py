@@ -57,6 +57,8 @@ class Batch(NamedTuple):
             `[S]`; only with penalties, and the last three with chunks where sequences have states.
         target: int32 `[T]`, next prompt token of each chunk token; only with scores.
         replay: `[S + T, L, k]`, what each token's routers are to choose; only where a trace is replayed.
+        adapter: int32 `[S + T]`, the slot of each token's LoRA adapter, the one past the last for none; only
+            where there are slots.
     """
 
     slot: jax.Array
@@ -81,6 +83,7 @@ class Batch(NamedTuple):
     prompt_len: jax.Array | None
     target: jax.Array | None
     replay: Replay | None
+    adapter: jax.Array | None
 
 
 def metadata_of(limits: Limits) -> ModuleType:
@@ -115,6 +118,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes["draft"] = (S,)
     if key.prompt_logprobs >= 0:
         shapes["target"] = (T,)
+    if limits.adapters:
+        shapes["adapter"] = (S + T,)
     if limits.replay is not None:
         shapes |= dict.fromkeys(("replay_ids", "replay_weights"), (S + T, *limits.replay))
     fields, offset = {}, 0
@@ -282,6 +287,8 @@ class BatchBuilder:
             _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
+        if self.limits.adapters:
+            self._adapters(views["adapter"], plan, key.rows)
         if key.mode.rejection:
             views["draft"][:] = -1
             for row, draft in plan.judged.items():
@@ -349,6 +356,15 @@ class BatchBuilder:
             views["logit"][row:after] = end - 1
             views["sample"][row:after] = chunk.last and not chunk.sequence.score
             row = after
+
+    def _adapters(self, slots: np.ndarray, plan: StepPlan, rows: int) -> None:
+        """Fills in each token's slot, int32 `[S + T]`."""
+        slots[:] = self.limits.adapters
+        chunks = [chunk.sequence for chunk in plan.chunks for _ in range(chunk.count)]
+        for first, sequences in ((0, plan.sequences), (rows, chunks)):
+            for place, sequence in enumerate(sequences, first):
+                if sequence.adapter is not None:
+                    slots[place] = sequence.adapter.slot
 
     def _token(self, draft: Draft, sequence: Sequence) -> int:
         known = draft.token != UNKNOWN

@@ -146,6 +146,7 @@ class BucketRunner(ABC):
             queries=queries,
             window=cache.window,
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
+            adapters=config.adapters.slots,
             drafter=config.speculation if config.speculation.on_device else None,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)

@@ -73,6 +73,7 @@ class Limits(NamedTuple):
             `pallas_kernels.work_list`.
         window: tokens that layers with a sliding window keep, in blocks of their own; None: all.
         window_ends: blocks before the end of each of their segments.
+        adapters: slots of LoRA adapters.
         drafter: how drafts are made on the device; None: they are not.
     """
 
@@ -90,6 +91,7 @@ class Limits(NamedTuple):
     queries: int = 1
     window: int | None = None
     window_ends: tuple[int, ...] = ()
+    adapters: int = 0
     drafter: SpeculationConfig | None = None
 
     @property

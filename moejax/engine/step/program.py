@@ -176,6 +176,7 @@ def run_layers(
         cache=cache,
         rope_lens=batch.rope_len,
         routing=None if replay is None else replayed(model, replay),
+        adapters=batch.adapter,
     )
 
 
