@@ -120,9 +120,10 @@ class Attention(nnx.Module):
                 out, cache = cache.update_and_attend(q, k, v, rope, positions, **options, sinks=sinks)
         with jax.named_scope("output_projection"):
             out = out.reshape(B, T, -1)
-            kernel, alone = self.o_proj.kernel, self.o_proj.lora is None
-            if self.splits_output and cache is not None and alone and isinstance(kernel, nnx.Param):
-                parts = split_product(out.reshape(B * T, -1), kernel[...])
+            last = self.o_proj
+            splits = self.splits_output and cache is not None and last.lora is None
+            if splits and isinstance(last.kernel, nnx.Param):
+                parts = split_product(out.reshape(B * T, -1), last.kernel[...])
                 if len(parts) > 1:
                     return RowSums(parts), cache
             return self.o_proj(out), cache

@@ -139,8 +139,8 @@ class RequestMetrics:
     scheduled_time: float | None = None
     preemptions: int = 0
     cached_tokens: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list, repr=False)
+    accepted: list[int] = field(default_factory=list, repr=False)
 
     @property
     def ttft(self) -> float:
