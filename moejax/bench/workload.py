@@ -29,7 +29,7 @@ Sizes = Annotated[
 ]
 
 COPIES = 4
-"""How often a passage stands in a prompt of `text=copy`."""
+"""How often a passage stands in a prompt of `text=copy`; the part that is random of one of `text=own`."""
 
 _LENGTHS = ("batch_size", "prompt_len", "output_len")
 

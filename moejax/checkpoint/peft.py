@@ -276,6 +276,7 @@ def save_adapter(
         factors: path of a parameter → A and B, scale included.
 
     Raises:
+        ConfigError: there are several ranks, or no matrix.
         OutputError: it cannot be written.
     """
     tensors, ranks = {}, set()
@@ -287,7 +288,11 @@ def save_adapter(
             for half, matrix in (("A", a), ("B", b)):
                 part = np.asarray(matrix if expert is None else matrix[expert], np.float32)
                 tensors[f"{module}.lora_{half}.weight"] = np.ascontiguousarray(part.T)
-    (rank,) = ranks
+    if len(ranks) != 1:
+        raise ConfigError(
+            f"save_adapter: all matrices must have one rank, got {sorted(ranks) or 'no matrix'}"
+        )
+    rank = ranks.pop()
     modules = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
     with whole_folder(Path(directory)) as folder:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from moejax.checkpoint.peft import read_adapter
 from moejax.core.adapters import AdaptersConfig
+from moejax.core.checked import Name, check
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.parallel import ParallelConfig
@@ -90,6 +91,7 @@ class Adapters:
     def load(self, name: str, path: str | os.PathLike[str]) -> None:
         """See `LLM.load_adapter`. To be called between two steps."""
         config = self.config
+        check("load_adapter: name", name, Name)
         if not config.slots:
             raise ConfigError("load_adapter: the engine has no slots; set engine.adapters.slots")
         if name in self.loaded:

@@ -17,12 +17,12 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
 from moejax.core.words import byte_words
-from moejax.engine.core import CLOSED, Engine, PauseMode
+from moejax.engine.core import CLOSED, PauseMode
 from moejax.engine.llm_card import engine_card, engine_line
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.memory import EngineMemory, device_limit
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
-from moejax.engine.opening.start import make_scheduler, start
+from moejax.engine.opening.start import planning_engine, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder
@@ -34,7 +34,6 @@ from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
-from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
@@ -486,26 +485,19 @@ class LLM:
         """
         if self.builder.replay is not None:
             return
-        ends = set(self.eos_token_ids)
-        steps = PlannedSteps(self.runner.builder, next(t for t in range(len(ends) + 1) if t not in ends))
-        # Its own policy keeps accounts and times of what is computed, and a quota would have the plan wait.
-        config = self.engine_config
-        free = dataclasses.replace(config.scheduling, tenants={}, admission="queue")
-        policy = make_policy(dataclasses.replace(config, scheduling=free))
-        resolved = dataclasses.replace(self._resolved, policy=policy)
-        longest = 0
+        builder, longest = self._request_builder(None), 0
+        steps = PlannedSteps(self.runner.builder, self.eos_token_ids)
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
                 whole = [dataclasses.replace(p, max_time_s=None) for p in params]
-                requests = self._request_builder(None).to_generate(prompts, whole, record=record_routing)
-                scheduler = make_scheduler(resolved, self.runner.cache)
-                longest = max(longest, *(s.max_length for r in requests for s in r.sequences))
-                Engine(scheduler, steps, overlap=config.overlap).run(requests)
+                requests = builder.to_generate(prompts, whole, record=record_routing)
+                longest = max([longest, *(s.max_length for r in requests for s in r.sequences)])
+                planning_engine(self._resolved, self.runner.cache, steps).run(requests)
             self.runner.compile_ahead(steps.keys)
-            if self.engine.adaptive is not None or config.speculation.most:
-                kinds = [p for _, params in batches for p in params]
-                self.warmup(max_total_len=longest, sampling_params=kinds, record_routing=record_routing)
+            if self.engine.adaptive is not None or self.engine_config.speculation.most:
+                asked = [p for _, params in batches for p in params]
+                self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 
     @property
     def routing(self) -> RoutingRecord:
@@ -571,7 +563,8 @@ class LLM:
 
     @property
     def adapters(self) -> list[str]:
-        return list(self._weights.adapters.loaded)  # the names that requests can give
+        """The names of the adapters that requests can have."""
+        return list(self._weights.adapters.loaded)
 
     def track_load(self, window_steps: int = 256) -> LoadWindow:
         """Counts every expert's assignments over the latest steps from now on.

@@ -41,7 +41,9 @@ def _of_loops(row: Mapping[str, Any], what: str) -> list[float | None]:
 
 
 def _joined(values: Sequence[float | None], scale: float, form: str = ".0f") -> str | None:
-    return " ".join(format(scale * value, form) for value in values if value is not None) or None
+    if all(value is None for value in values):
+        return None
+    return " ".join("–" if value is None else format(scale * value, form) for value in values)
 
 
 def _over(row: Mapping[str, Any], name: str, over: str) -> str | None:

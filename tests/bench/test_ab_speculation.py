@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,14 @@ def test_the_table_of_drafts(llm: LLM, text: Any, tmp_path: Path, monkeypatch: p
     assert f"{drafts['tokens_per_step']:.2f}" in console.export_text()
 
 
+@pytest.mark.slow
+def test_single_tokens_have_no_table(llm: LLM, tmp_path: Path) -> None:
+    workload = dataclasses.replace(WORKLOAD, output_len=1)
+    with run_into(tmp_path, "latency_ab") as run:
+        result = run_ab(arms(llm), workload, AbSection(rounds=8, metrics=["median_ttft_ms"]), run)
+    assert result["speculation"] == [] and result["verdicts"]
+
+
 def test_prompts_that_the_model_has_answered_itself(llm: LLM) -> None:
     workload = dataclasses.replace(WORKLOAD, text="own")
     backend = MoejaxBackend(llm)
@@ -88,9 +97,6 @@ def test_prompts_that_the_model_has_answered_itself(llm: LLM) -> None:
 
 
 def test_no_engine_of_ours_cannot_answer() -> None:
+    peer: Any = SimpleNamespace(vocab_size=64, encode=None)
     with pytest.raises(ConfigError, match=r"workload\.text=own needs an engine of moejax"):
-        plan_batches([_Peer()], dataclasses.replace(WORKLOAD, text="own"))  # type: ignore[list-item]
-
-
-class _Peer:
-    vocab_size, encode = 64, None
+        plan_batches([peer], dataclasses.replace(WORKLOAD, text="own"))

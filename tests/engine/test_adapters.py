@@ -296,6 +296,8 @@ def test_what_cannot_be_loaded(made: Callable[[str], Made], tmp_path: Path) -> N
         llm.load_adapter("three", case.adapters["three"])
     path = write_adapter(tmp_path, case.config, 0, only="attention")
     llm.load_adapter("small", path)
+    with pytest.raises(ConfigError, match=r"load_adapter: name must be a string that is not empty, got ''"):
+        llm.load_adapter("", path)
     with pytest.raises(ConfigError, match=r"there is an adapter 'small'"):
         llm.load_adapter("small", path)
     with pytest.raises(RequestError, match=r"unload_adapter: unknown adapter 'smal'; did you mean 'small'"):

@@ -5,27 +5,30 @@ from `t(rows) / t(1)` tokens a step, hence from a share of drafts that are right
 Times are those of whole steps, the making of drafts included; experts and bytes those of the verifying step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.bench.ab.judge import values_of
+from moejax.bench.ab.judge import judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.step_cost import EngineSteps
 from moejax.engine.llm import LLM
 from moejax.perf.operation_costs import total
-from moejax.results.metrics import by_place
+from moejax.results.metrics import by_place, compute_metrics
 from moejax.results.statistics import interval_fields, paired_ratio
 
 LOOPS = {False: "plain", True: "overlapped"}
 """Loops without drafts by `engine.overlap`."""
 
+_TPOT = "mean_tpot_ms"
+
 
 def speculation_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     """Returns a row for each case and each of our own engines that drafts, after those that do not, which
-    they are set beside: of the plain loop, of the overlapped one, or of both. None where no engine drafts."""
-    if not isinstance(load, BatchLoad) or not load.hits:
+    they are set beside: of the plain loop, of the overlapped one, or of both. None where no engine drafts, or
+    a pass had no tokens after the first."""
+    if not isinstance(load, BatchLoad) or not load.hits or not judged_metrics(arms, load.cases, [_TPOT]):
         return []
     loops: dict[str, Arm] = {}
     drafting: list[Arm] = []
@@ -37,11 +40,9 @@ def speculation_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
             loops.setdefault(LOOPS[llm.engine_config.overlap], arm)
     rows = []
     for case in range(len(load.cases)):
-        without = {name: _row(arm, load, case) for name, arm in loops.items()}
-        rows += [{**row, "method": "none"} for row in without.values()]
-        rows += [
-            _beside(_row(arm, load, case), arm, without, loops, case, len(load.cases)) for arm in drafting
-        ]
+        without = {name: (arm, _row(arm, load, case)) for name, arm in loops.items()}
+        rows += [row for _, row in without.values()]
+        rows += [_over(without, arm, _row(arm, load, case), len(load.cases)) for arm in drafting]
     return rows
 
 
@@ -50,9 +51,9 @@ def _row(arm: Arm, load: BatchLoad, case: int) -> dict[str, Any]:
     llm = engine_of(arm.backend)
     assert isinstance(llm, LLM)
     records = load.records[id(arm.backend), case]
-    steps = sum(len(record.metrics.itl) for record in records)
     drafted, accepted = by_place(records, "drafted"), by_place(records, "accepted")
-    each = 1 + (sum(drafted) / steps if steps else 0.0)
+    each = 1 + sum(drafted) / sum(len(record.metrics.itl) for record in records)
+    given = compute_metrics(records, 0.0, latencies=False)
     config, hits = llm.engine_config.speculation, load.hits[id(arm.backend), case]["decode"]
     sparse = list(llm.config.moe_layers)
     return {
@@ -62,8 +63,7 @@ def _row(arm: Arm, load: BatchLoad, case: int) -> dict[str, Any]:
         "method": config.method,
         "k": config.k if config.most else 0,
         "depth": config.depth,
-        "tokens_per_step": sum(record.output_len - 1 for record in records) / steps if steps else None,
-        "draft_acceptance": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        **{name: given[name] for name in ("tokens_per_step", "draft_acceptance")},
         "acceptance_by_place": [a / d for a, d in zip(accepted, drafted, strict=True)],
         "rows_per_step": each * load.cases[case]["batch_size"],
         "mean_experts_hit": float(hits[sparse].mean()) if any(sparse) else None,
@@ -71,17 +71,15 @@ def _row(arm: Arm, load: BatchLoad, case: int) -> dict[str, Any]:
     }
 
 
-def _beside(
-    row: dict[str, Any], arm: Arm, without: dict[str, Any], loops: dict[str, Arm], case: int, cases: int
+def _over(
+    loops: Mapping[str, tuple[Arm, dict[str, Any]]], arm: Arm, row: dict[str, Any], cases: int
 ) -> dict[str, Any]:
-    """Returns a drafting arm's row with what it is over those without drafts."""
+    """Returns a drafting arm's row with what it is over those without drafts, of the same case."""
     drafts = row["rows_per_step"] / row["batch_size"] - 1
-    for name, loop in loops.items():
-        plain = without[name]
-        for key, over in (("mean_experts_hit", "experts"), ("decode_step_mbytes", "bytes")):
-            row.setdefault(f"{over}_over_plain", row[key] / plain[key] if plain[key] else None)
-        one, other = (values_of(each, "mean_tpot_ms", cases)[:, case] for each in (loop, arm))
-        speed = paired_ratio(one, other)
+    for name, (loop, plain) in loops.items():
+        for key, what in (("mean_experts_hit", "experts"), ("decode_step_mbytes", "bytes")):
+            row[f"{what}_over_plain"] = row[key] / plain[key] if plain[key] else None
+        speed = paired_ratio(*(values_of(each, _TPOT, cases)[:, row["case"]] for each in (loop, arm)))
         slower = row["tokens_per_step"] / speed.estimate
         row |= interval_fields(f"speed_over_{name}", speed)
         row[f"step_time_over_{name}"] = slower

@@ -9,7 +9,7 @@ import numpy as np
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import check_length, engine_of
 from moejax.bench.backends.registry import encoder
-from moejax.bench.workload import LatencyCase, WorkloadConfig, case_prompts, latency_cases
+from moejax.bench.workload import COPIES, LatencyCase, WorkloadConfig, case_prompts, latency_cases
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput, SamplingParams
@@ -77,12 +77,12 @@ def plan_batches(
 def answer_prompts(
     plan: Sequence[tuple[LatencyCase, list[list[int]]]], backends: Sequence[Backend], workload: WorkloadConfig
 ) -> None:
-    """With `text=own` puts the greedy answer of the first of our engines behind the first quarter of each
-    prompt, in place of the rest."""
+    """With `text=own` puts the first of our engines' greedy answer behind the first part of each prompt,
+    in place of the rest."""
     llm = _first_engine(backends)
     for case, prompts in plan if llm is not None and workload.text == "own" else ():
         assert llm is not None
-        start = -(-case.prompt_len // 4)
+        start = -(-case.prompt_len // COPIES)
         if tokens := case.prompt_len - start:
             params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             answers = llm.generate([prompt[:start] for prompt in prompts], params)

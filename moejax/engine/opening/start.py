@@ -24,9 +24,11 @@ from moejax.engine.routing.rebalance import automatic
 from moejax.engine.scheduling.adaptive import METHODS
 from moejax.engine.scheduling.groups import GroupScheduler, scheduler_of
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan
+from moejax.engine.scheduling.policies import make_policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
 from moejax.engine.scheduling.utility import StepTimes
+from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec
@@ -152,6 +154,16 @@ def make_runner(
             "versions": {"moejax": __version__, "jax": jax.__version__, "numpy": np.__version__},
         }
     return runner
+
+
+def planning_engine(resolved: ResolvedEngine, cache: CacheSpec, steps: PlannedSteps) -> Engine:
+    """Returns an engine that schedules as one that computes would, each request at once."""
+    # Its own policy keeps accounts and times of what is computed, and a quota would have the plan wait.
+    config = resolved.engine
+    free = dataclasses.replace(config.scheduling, tenants={}, admission="queue")
+    policy = make_policy(dataclasses.replace(config, scheduling=free))
+    scheduler = make_scheduler(dataclasses.replace(resolved, policy=policy), cache)
+    return Engine(scheduler, steps, overlap=config.overlap)
 
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,11 +66,11 @@ class PlannedSteps:
     """Implements `moejax.engine.step.runner.Runner` without computing anything: notes each step's bucket.
 
     Args:
-        token: what every row samples.
+        ends: tokens that no row samples.
     """
 
-    def __init__(self, builder: BatchBuilder, token: int) -> None:
-        self.builder, self.token = builder, token
+    def __init__(self, builder: BatchBuilder, ends: Collection[int]) -> None:
+        self.builder, self.token = builder, next(t for t in range(len(ends) + 1) if t not in ends)
         self.keys: dict[StepKey, None] = {}
 
     def reset(self) -> None: ...

@@ -83,6 +83,45 @@ def test_hf_transformers(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
+def test_prompt_lookup_of_transformers(directory: Path, tmp_path: Path) -> None:
+    """Our tokens, in fewer rounds; samples of a seed; a stop token; one that is left."""
+    llm = moejax.LLM(directory, dtype="float32", engine=moejax.EngineConfig(compile_cache=False))
+    prompt = (llm.generate([PROMPTS[0]], greedy(24))[0].outputs[0].token_ids * 2)[:40]
+    fields: dict[str, Any] = {"model_dir": directory, "encode": None, "max_num_seqs": 1, "log_dir": tmp_path}
+    python = PYTHON or sys.executable
+    options = BackendOptions(
+        kind="hf_transformers", python=python, threads=1, options={"prompt_lookup_num_tokens": 3}
+    )
+    backend = WorkerBackend("hf_transformers", options, **fields)
+    try:
+        assert backend.describe()["prompt_lookup_num_tokens"] == 3
+        for asked in ([prompt], PROMPTS):
+            for params in (greedy(20), greedy(1)):
+                (*ours,) = llm.generate(asked, params)
+                (*theirs,) = backend.generate(asked, [params] * len(asked))
+                for mine, other in zip(ours, theirs, strict=True):
+                    assert other.outputs[0].token_ids == mine.outputs[0].token_ids
+                    times = other.metrics.token_times
+                    assert times == sorted(times) and len(times) == params.max_tokens
+        (output,) = backend.generate([prompt], [greedy(20)])
+        assert len(output.metrics.itl) < 19
+        seeds = [SamplingParams(max_tokens=12, temperature=1.0, seed=s, ignore_eos=True) for s in (1, 1, 2)]
+        one, again, other = (out.outputs[0].token_ids for out in backend.generate([[5, 9]] * 3, seeds))
+        assert one == again != other and len(one) == 12
+        left = backend.submit(prompt, greedy(400))
+        while not left.outputs[0].token_ids:
+            backend.step()
+        backend.abort(left.request_id)
+        (after,) = backend.generate([prompt], [greedy(20)])
+        assert after.outputs[0].token_ids == output.outputs[0].token_ids
+    finally:
+        backend.close()
+    bad = BackendOptions(kind="hf_transformers", python=python, options={"prompt_lookup_num_tokens": 0})
+    with pytest.raises(BackendError, match=r"prompt_lookup_num_tokens must be a positive integer, got 0"):
+        WorkerBackend("hf_transformers", bad, **fields)
+
+
+@pytest.mark.oracle
 @pytest.mark.skipif(PYTHON is None, reason="no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
 def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
     assert PYTHON is not None

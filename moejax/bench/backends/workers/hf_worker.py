@@ -138,6 +138,8 @@ class Transformers(Engine):
         tokens = self.rounds.queue.get()
         if isinstance(tokens, Exception):
             raise WorkerError(f"generate with prompt lookup failed: {tokens}") from tokens
+        ends = [i for i, token in enumerate(tokens, 1) if token in self.eos and not request.ignore_eos]
+        tokens = tokens[: min([*ends, request.max_tokens - len(request.tokens)])]  # a round may go beyond
         prefill = sum(len(r.prompt) for r in admitted)
         return Step([(request, token) for token in tokens], admitted[:], prefill, len(tokens), len(tokens))
 
@@ -146,7 +148,7 @@ class Transformers(Engine):
         if request.temperature > 0:
             torch.manual_seed(request.seed)
             sampling = {
-                "do_sample": True, "temperature": request.temperature, "top_k": request.top_k or None,
+                "do_sample": True, "temperature": request.temperature, "top_k": max(0, request.top_k),
                 "top_p": request.top_p, "min_p": request.min_p or None,
             }  # fmt: skip
         ids = torch.tensor([request.prompt], device=self.model.device)
@@ -187,7 +189,7 @@ class _Rounds:
         self.begun = True
 
     def end(self):
-        pass
+        self.queue.put(RuntimeError("it ended before the request"))  # else nobody reads it
 
 
 class _Chooser:
