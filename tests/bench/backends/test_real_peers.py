@@ -112,7 +112,9 @@ def test_prompt_lookup_of_transformers(directory: Path, tmp_path: Path) -> None:
         while not left.outputs[0].token_ids:
             backend.step()
         backend.abort(left.request_id)
-        (after,) = backend.generate([prompt], [greedy(20)])
+        after = backend.submit(prompt, greedy(20))
+        while not after.finished:
+            backend.step()
         assert after.outputs[0].token_ids == output.outputs[0].token_ids
     finally:
         backend.close()
