@@ -164,17 +164,13 @@ class Experts(nnx.Module):
         """Runs rows sorted by expert, in blocks of one expert each; nothing is dropped."""
         N, k = routing.ids.shape
         E, stacks = self.num_experts, self.stacks()
-        ids, groups = routing.ids, E
-        if self.tokens is not None:
-            # Each expert with each adapter is a group of its own: one order serves its matrices and theirs.
-            slots = stacks[0].slots
-            ids, groups = jnp.where(ids < E, ids * slots + self.tokens[...][:, None], E * slots), E * slots
         transposed = all(stack.by_rows for stack in stacks)
         options: dict[str, Any] = {"act": self.hidden, "split": self.split}
         _, asked, height = config.product(N)
         chosen = dispatch.choose_grouped_matmul(asked, block_rows=height).value
         if chosen == "ragged_dot":
-            plan = plan_blocks(ids, groups, 0, ())
+            plan = plan_blocks(routing.ids, E, 0, ())
+            options["slots"] = self._slots(plan.order // k)
             out = grouped_swiglu_ragged(x[plan.order // k], *stacks, plan.counts, **options)
             return combine(out, plan, routing.weights)
         if chosen == "batched":
@@ -184,11 +180,16 @@ class Experts(nnx.Module):
         else:  # of one height
             rows = height or dispatch.block_rows_for(N * k, E, transposed)
             singles, heights = 0, (rows,)
-        plan = plan_blocks(ids, groups, singles, heights)
+        plan = plan_blocks(routing.ids, E, singles, heights)
+        options["slots"] = self._slots(plan.order // k)
         out = grouped_swiglu_blocks(
             x[plan.order // k], *stacks, plan.single, plan.blocks, heights=heights, **options
         )
         return combine(out, plan, routing.weights)
+
+    def _slots(self, tokens: jax.Array) -> jax.Array | None:
+        """Returns the slots of these tokens' adapters."""
+        return None if self.tokens is None else self.tokens[...][tokens]
 
     def _batched(self, x: jax.Array, routing: Routing, rows: int | None) -> jax.Array:
         """Runs each expert's first C rows in products over all experts, `[E, C, D]`, the others in blocks.

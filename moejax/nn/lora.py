@@ -67,14 +67,13 @@ class Lora(nnx.Module):
 
 
 class StackLora(nnx.Module):
-    """A `[E, n + 1, r, in]` and B `[E, n + 1, r, out]` beside a stack `[E, in, out]`; the last slot's are
-    zeros, for tokens without an adapter."""
+    """A `[E, n, r, in]` and B `[E, n, r, out]` of n slots beside a stack `[E, in, out]`."""
 
     def __init__(self, stack: ParamSpec, slots: int, rank: int) -> None:
         experts, rows, columns = stack.canonical_shape
         row, column = stack.axes[1:][::-1] if stack.transposed else stack.axes[1:]
-        self.a = _declare((experts, slots + 1, rank, rows), ("expert", None, None, row), stack.dtype)
-        self.b = _declare((experts, slots + 1, rank, columns), ("expert", None, None, column), stack.dtype)
+        self.a = _declare((experts, slots, rank, rows), ("expert", None, None, row), stack.dtype)
+        self.b = _declare((experts, slots, rank, columns), ("expert", None, None, column), stack.dtype)
         self.rank = rank
 
     @property

@@ -24,8 +24,8 @@ class Stack:
         bias: `[E, F]`, added to products with rows.
         implementation: of products with a quantized weight, see `moejax.ops.quantized_matmul`.
         transposed: an array is stored `[E, F, D]`. Codes always are.
-        lora: A `[E, S, r, D]` and B `[E, S, r, F]` of S adapters. To what computes groups of rows the stack
-            then has E·S experts, of which e·S + s adds adapter s's products to those of expert e.
+        lora: A `[E, S, r, D]` and B `[E, S, r, F]` of S adapters. What multiplies rows is then told the slot
+            of each as well, from S on of those that have none.
     """
 
     weight: jax.Array | QTensor
@@ -33,11 +33,6 @@ class Stack:
     transposed: bool = False
     bias: jax.Array | None = None
     lora: tuple[jax.Array, jax.Array] | None = None
-
-    @property
-    def slots(self) -> int:
-        """S, 1 without adapters."""
-        return 1 if self.lora is None else self.lora[0].shape[1]
 
     @property
     def quantizes_rows(self) -> bool:
@@ -59,28 +54,49 @@ class Stack:
         """Elements of one matrix."""
         return math.prod(self.weight.shape[1:])
 
-    def times(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """Computes one expert's `x @ matrix`, x `[M, D]`. Slices first: no stack is transposed or decoded."""
-
-        def slice_of(array: jax.Array, which: jax.Array) -> jax.Array:
-            if array.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-                # XLA:CPU slices bfloat16 as float32. Tied to the expert, the conversion stays in a loop over
-                # experts, where it is of the slice; otherwise the whole stack is converted before the loop.
-                array, which = jax.lax.optimization_barrier((array, which))
-            return jax.lax.dynamic_index_in_dim(array, which, 0, keepdims=False)
-
-        own = expert if self.lora is None else expert // self.slots
-        y = self.one(x, jax.tree.map(lambda array: slice_of(array, own), (self.weight, self.bias)))
-        if self.lora is None:
+    def times(self, x: jax.Array, expert: jax.Array, slots: jax.Array | None = None) -> jax.Array:
+        """Computes one expert's `x @ matrix`, x `[M, D]` with slots `[M]`. Slices first: no stack is
+        transposed or decoded."""
+        parts = jax.tree.map(lambda array: _slice_of(array, expert), (self.weight, self.bias))
+        y = self.one(x, parts)
+        if self.lora is None or slots is None:
             return y
-        a, b = (slice_of(array.reshape(-1, *array.shape[2:]), expert) for array in self.lora)
-        return y + dot(dot_by_rows(x, a), b)
+        S = self.lora[0].shape[1]
+        lora = [array.reshape(-1, *array.shape[2:]) for array in self.lora]
 
-    def added(self, rows: jax.Array, counts: jax.Array) -> jax.Array:
-        """Returns what adapters add to the products of rows `[A, D]`, sorted by group with counts `[E·S]`."""
+        def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            slot, y = state
+            a, b = (_slice_of(array, expert * S + slot) for array in lora)
+            y = y + dot(dot_by_rows(jnp.where((slots == slot)[:, None], x, 0), a), b)
+            return jnp.min(jnp.where(slots > slot, slots, S)), y
+
+        # A turn for each slot that there is: none without adapters.
+        return jax.lax.while_loop(lambda state: state[0] < S, turn, (jnp.minimum(jnp.min(slots), S), y))[1]
+
+    def add_each(self, y: jax.Array, x: jax.Array, experts: jax.Array, slots: jax.Array) -> jax.Array:
+        """Returns products y `[M, F]` of x `[M, D]` with what adapters add, each row's of an expert and slot
+        of its own, `[M]`; nothing is computed where none has an adapter."""
         assert self.lora is not None
-        a, b = (array.reshape(-1, *array.shape[2:]) for array in self.lora)
-        return jax.lax.ragged_dot(jax.lax.ragged_dot(rows, a.swapaxes(1, 2), counts), b, counts)
+        S = self.lora[0].shape[1]
+        has = slots < S
+        pairs = jnp.where(has, experts * S + slots, 0)
+
+        def added() -> jax.Array:
+            a, b = (_rows_of(array.reshape(-1, *array.shape[2:]), pairs) for array in self.lora or ())
+            inner = jnp.einsum("md,mrd->mr", jnp.where(has[:, None], x, 0), a)
+            return y + jnp.einsum("mr,mrf->mf", inner, b)
+
+        return jax.lax.cond(jnp.any(has), added, lambda: y)
+
+    def added(self, rows: jax.Array, counts: jax.Array, slots: jax.Array) -> jax.Array:
+        """Returns what adapters add to the products of rows `[A, D]`, sorted by expert with counts `[E]`: all
+        slots' products, of which those that are not a row's own are set to zero (`moejax.nn.lora.Lora`)."""
+        assert self.lora is not None
+        _, S, r, _ = self.lora[0].shape
+        a, b = (array.reshape(array.shape[0], S * r, -1) for array in self.lora)
+        own = (slots[:, None] == jnp.arange(S, dtype=slots.dtype)[None]).repeat(r, axis=1)
+        inner = jax.lax.ragged_dot(rows, a.swapaxes(1, 2), counts)
+        return jax.lax.ragged_dot(jnp.where(own, inner, 0), b, counts)
 
     def each(self, x: jax.Array, split: Names = ()) -> jax.Array:
         """Maps x `[E, M, D]` to `[E, M, F]`, expert by expert; `split` as in `matmul`."""
@@ -134,3 +150,20 @@ class Stack:
         return dataclasses.replace(
             self, weight=dataclasses.replace(self.weight, format=fmt, input_scale=None)
         )
+
+
+def _slice_of(array: jax.Array, which: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(*_tied(array, which), 0, keepdims=False)
+
+
+def _tied(array: jax.Array, which: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keeps a stack of bfloat16, which XLA:CPU slices as float32, from being converted whole before a loop
+    over experts: tied to the expert, the conversion stays in it, where it is of the slice."""
+    if array.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        array, which = jax.lax.optimization_barrier((array, which))
+    return array, which
+
+
+def _rows_of(array: jax.Array, which: jax.Array) -> jax.Array:
+    array, which = _tied(array, which)
+    return array[which]

@@ -15,8 +15,11 @@ from moejax.ops.quantized_matmul import activation_codes
 from moejax.quantization.formats import QTensor
 from moejax.sharding.axes import Names
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""Rows `[M, ·]` of one expert, and which → `[M, ·]`."""
+Slots = jax.Array | None
+"""Int32, which adapter each row has, `[A]` or a part of it; None where there are none."""
+
+Product = Callable[[jax.Array, jax.Array, Slots], jax.Array]
+"""Rows `[M, ·]` of one expert, which, and the rows' slots `[M]` → `[M, ·]`."""
 
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 """Gate and up `[..., F]` → the hidden numbers `[..., F]`."""
@@ -39,13 +42,13 @@ def _swiglu(
     down_q = down.weight
 
     @jax.named_scope("experts_gate_up")
-    def hidden(x: jax.Array, expert: jax.Array) -> jax.Array:
-        return act(gate.times(x, expert), up.times(x, expert))
+    def hidden(x: jax.Array, expert: jax.Array, slots: Slots) -> jax.Array:
+        return act(gate.times(x, expert, slots), up.times(x, expert, slots))
 
-    def whole(x: jax.Array, expert: jax.Array) -> jax.Array:
-        middle = hidden(x, expert)
+    def whole(x: jax.Array, expert: jax.Array, slots: Slots) -> jax.Array:
+        middle = hidden(x, expert, slots)
         with jax.named_scope("experts_down"):
-            return down.times(middle, expert)
+            return down.times(middle, expert, slots)
 
     if not (split and isinstance(down_q, QTensor) and down_q.format.activations == "dynamic"):
         return run(rows, whole, rows.shape[1])
@@ -55,6 +58,9 @@ def _swiglu(
         out = run(codes.astype(rows.dtype), down.without_activations().times, rows.shape[1])
     scale = jnp.pad(scale, ((0, out.shape[0] - scale.shape[0]), (0, 0)))
     return (out.astype(jnp.float32) * scale).astype(rows.dtype)
+
+
+_NO_SLOT = 2**31 - 1
 
 
 class Blocks(NamedTuple):
@@ -85,6 +91,7 @@ def grouped_swiglu_blocks(
     heights: tuple[int, ...],
     act: Gated,
     split: Names = (),
+    slots: Slots = None,
 ) -> jax.Array:
     """Computes `act(x @ gate[e], x @ up[e]) @ down[e]` for each block of rows and its expert e.
 
@@ -100,6 +107,7 @@ def grouped_swiglu_blocks(
             time is decoded.
         single, blocks: every row in one block at most, of one row or of the height in `heights`.
         split: mesh axes that F is split over.
+        slots: of the rows, sorted as they are.
 
     Returns:
         `[A + some, D]`; rows that lie in no block are 0, but those past A undefined (finite).
@@ -109,23 +117,24 @@ def grouped_swiglu_blocks(
 
     def run(rows: jax.Array, product: Product, width: int) -> jax.Array:
         padded = jnp.pad(rows, ((0, most), (0, 0)))
+        theirs = None if slots is None else jnp.pad(slots, (0, most), constant_values=_NO_SLOT)
         out = jnp.zeros((A + most, width), rows.dtype)
         for group, height in zip((single, *blocks), (1, *heights), strict=True):
             if group.expert.shape[0]:
-                out = _block_loop(padded, A, product, group, height, out)
+                out = _block_loop(padded, theirs, A, product, group, height, out)
         return out
 
     if not heights and not (split and down.quantizes_rows):
         by_rows = gate.by_rows and up.by_rows and down.by_rows
         together = rows_together(A, gate.elements) if by_rows else (_unroll(1),)
-        return _single_rows(rows, gate, up, down, single, together, act=act)
+        return _single_rows(rows, gate, up, down, single, together, act=act, slots=slots)
     return _swiglu(run, rows, gate, up, down, act, split)
 
 
 def _block_loop(
-    padded: jax.Array, A: int, product: Product, blocks: Blocks, height: int, out: jax.Array
+    padded: jax.Array, slots: Slots, A: int, product: Product, blocks: Blocks, height: int, out: jax.Array
 ) -> jax.Array:
-    """Runs the blocks of one height: `padded` `[A + some, ·]` → `out` with their rows written."""
+    """Runs the blocks of one height: `padded` `[A + some, ·]`, and slots, → `out` with their rows written."""
     unroll = _unroll(height)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -134,7 +143,8 @@ def _block_loop(
             block = i * unroll + j
             start = jnp.where(block < blocks.num, blocks.start[block], A)
             x = jax.lax.dynamic_slice(padded, (start, 0), (height, padded.shape[1]))
-            products.append((start, blocks.end[block], product(x, blocks.expert[block])))
+            own = None if slots is None else jax.lax.dynamic_slice(slots, (start,), (height,))
+            products.append((start, blocks.end[block], product(x, blocks.expert[block], own)))
         for start, end, y in products:
             if height > 1:
                 # Another height's loop may have written the rows past the expert's last.
@@ -155,6 +165,7 @@ def _single_rows(
     together: tuple[int, ...],
     *,
     act: Gated,
+    slots: Slots,
 ) -> jax.Array:
     """Computes `grouped_swiglu_blocks` with every row alone: row i of `[A, D]` is block i.
 
@@ -172,6 +183,7 @@ def _single_rows(
     A, D = rows.shape
     widest = together[0]
     padded = jnp.pad(rows, ((0, 1), (0, 0)))
+    theirs = None if slots is None else jnp.pad(slots, (0, 1), constant_values=_NO_SLOT)
     barrier = jax.lax.optimization_barrier
     out, done = jnp.zeros((A + widest, D), rows.dtype), jnp.zeros((), jnp.int32)
 
@@ -182,15 +194,19 @@ def _single_rows(
         starts = [jnp.where(place < single.num, place, A) for place in places]
         block = [jax.lax.dynamic_slice(padded, (start, 0), (1, D)) for start in starts]
 
-        def stage(block: list[jax.Array], stack: Stack) -> list[jax.Array]:
+        own = None if theirs is None else theirs[jnp.stack(starts)]
+
+        def stage(block: list[jax.Array], stack: Stack) -> jax.Array:
             pairs = zip(block, experts, strict=True)
-            return list(barrier([stack.times(x, expert) for x, expert in pairs]))
+            y = jnp.concatenate(barrier([stack.times(x, expert) for x, expert in pairs]))
+            if own is None:
+                return y
+            return stack.add_each(y, jnp.concatenate(block), jnp.stack(experts), own)
 
         with jax.named_scope("experts_gate_up"):
-            hidden = act(jnp.concatenate(stage(block, gate)), jnp.concatenate(stage(block, up)))
-            hidden = barrier(hidden)
+            hidden = barrier(act(stage(block, gate), stage(block, up)))
         with jax.named_scope("experts_down"):
-            y = jnp.concatenate(stage([hidden[j : j + 1] for j in range(width)], down))
+            y = stage([hidden[j : j + 1] for j in range(width)], down)
         return jax.lax.dynamic_update_slice(out, y, (first, 0))
 
     for width in together:
@@ -230,15 +246,12 @@ def grouped_swiglu_ragged(
     *,
     act: Gated,
     split: Names = (),
+    slots: Slots = None,
 ) -> jax.Array:
-    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`,
-    or `[E·S]` with adapters.
+    """Computes the same by `jax.lax.ragged_dot`, from rows `[A, D]` sorted by expert and counts int32 `[E]`.
 
     Quantized stacks are dequantized whole, in the rows' dtype.
     """
-    by_adapter = counts
-    if gate.lora is not None:
-        counts = counts.reshape(-1, gate.slots).sum(1)
     A, E = rows.shape[0], counts.shape[0]
     expert = jnp.zeros((), jnp.int32)
     if any(stack.quantizes_rows or stack.bias is not None for stack in (gate, up, down)):
@@ -247,7 +260,7 @@ def grouped_swiglu_ragged(
 
     def product(x: jax.Array, stack: Stack, split: Names = ()) -> jax.Array:
         y = jax.lax.ragged_dot(stack.rounded(x, expert, split), stack.matrix(x.dtype), counts)
-        y = y if stack.lora is None else y + stack.added(x, by_adapter)
+        y = y if slots is None else y + stack.added(x, counts, slots)
         return y if stack.bias is None else y + stack.bias[expert]
 
     with jax.named_scope("experts_gate_up"):
