@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moejax.cache.prefix import prefix_stats
-from moejax.core.errors import RequestError, StepError
+from moejax.core.errors import RequestError, StepError, unknown
 from moejax.core.words import one_line
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.requests.output import StreamChunk
@@ -148,6 +148,8 @@ class Engine:
 
     def pause(self, mode: PauseMode, why: str = PAUSED) -> None:
         """Takes no step from now on, see `LLM.pause`; `why` is told to those who ask for one."""
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"pause: {unknown('mode', str(mode), get_args(PauseMode))}")
         with self.lock:
             if self._turning:
                 raise RequestError("pause and close: not from within a step; call them between two")
@@ -244,6 +246,12 @@ class Engine:
         for part in self._parts:
             if part.speculation is not None:
                 part.speculation.utility = Utility(part.speculation.config.k, times)
+
+    def reset_stats(self) -> None:
+        """See `LLM.reset_stats`."""
+        self.stats = EngineStats()
+        for part in (*self.scheduler.prefix_caches, *self.scheduler.swaps):
+            part.counts.clear()
 
     def clear_drafts(self) -> None:
         """Has all data-parallel groups forget the sequences that have ended."""

@@ -5,14 +5,13 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from moejax.cache.allocator import BlockAllocator
 from moejax.checkpoint.hf import save_pretrained
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.errors import ConfigError, RequestError, unknown
+from moejax.core.errors import ConfigError, RequestError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
@@ -36,6 +35,7 @@ from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.sampler import common_mode
+from moejax.engine.update import update_weights
 from moejax.models.decoder import Decoder
 from moejax.perf.certificate import Certificate
 from moejax.routing.capture import RoutingCapture
@@ -118,10 +118,7 @@ class LLM:
 
     def _request_builder(self, replay: RoutingReplay | None) -> RequestBuilder:
         """Returns a builder that has numbered no request yet."""
-        whole_in, cache = None, self.runner.cache
-        if self.engine_config.batching == "static":
-            whole_in = BlockAllocator(cache.num_blocks, cache.block_size)
-        return RequestBuilder(self._resolved, whole_in, replay, self._weights.adapters)
+        return RequestBuilder(self._resolved, self.runner.cache, replay, self._weights.adapters)
 
     def close(self) -> None:
         """Frees what it has on its devices; closing again does nothing. `with LLM(…) as llm:` closes it.
@@ -372,8 +369,6 @@ class LLM:
         Raises:
             RequestError: there is no such mode, or it is called from within a step.
         """
-        if mode not in get_args(PauseMode):
-            raise RequestError(f"pause: {unknown('mode', str(mode), get_args(PauseMode))}")
         self.engine.pause(mode)
 
     def unpause(self) -> None:
@@ -397,11 +392,7 @@ class LLM:
     def reset_stats(self) -> None:
         """Starts the sums afresh."""
         with self.engine.lock:
-            self.engine.stats = type(self.engine.stats)()
-            for prefixes in self.engine.scheduler.prefix_caches:
-                prefixes.counts.clear()
-            for swap in self.engine.scheduler.swaps:
-                swap.counts.clear()
+            self.engine.reset_stats()
 
     def cache_prefix(self, prompt: Prompt, options: RequestOptions | None = None) -> int:
         """Computes a prompt and pins it: of all that the prefix cache remembers it is given up last.
@@ -541,7 +532,22 @@ class LLM:
                 self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
 
-    # -- LoRA adapters, expert placement ---------------------------------------------------------------
+    # -- weights, LoRA adapters, expert placement ------------------------------------------------------
+
+    def update_weights(self, values: Decoder | Mapping[str, Any], running: PauseMode = "wait") -> None:
+        """Puts new values in place of weights, for variants of this engine too; nothing is compiled again,
+        and cached prefixes are forgotten.
+
+        Args:
+            values: another decoder of this configuration, or path of a parameter → `[..., in, out]`.
+            running: "wait" runs requests that have begun to their end first; with "keep" they go on from
+                the tokens that they have, whose keys and values are computed anew; "abort" ends all.
+
+        Raises:
+            ConfigError: a parameter that is not there (quantized ones are not), or of another shape.
+            RequestError: it is called from within a step.
+        """
+        update_weights([llm.engine for llm in self._weights.users], self._weights, values, running)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads a LoRA adapter in PEFT's format for requests with `RequestOptions(adapter=name)`, while

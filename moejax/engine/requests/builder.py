@@ -24,6 +24,7 @@ from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.sequence import Bias, Sequence, State, end_reason
+from moejax.engine.step.limits import CacheSpec
 from moejax.engine.step.sampler import SamplerMode, sampler_mode
 
 
@@ -32,7 +33,7 @@ class RequestBuilder:
 
     Args:
         resolved: the model, its tokenizer, and the engine's seed and limits.
-        whole_in: the cache, where each sample's blocks are all set aside at once (static batching).
+        cache: of which each sample's blocks are all set aside at once under static batching.
         replay: what gives each request its recorded routing, None where routers choose.
         adapters: those that requests can name.
 
@@ -43,14 +44,16 @@ class RequestBuilder:
     def __init__(
         self,
         resolved: ResolvedEngine,
-        whole_in: BlockAllocator | None,
+        cache: CacheSpec,
         replay: RoutingReplay | None,
         adapters: Adapters,
     ) -> None:
         self.tokenizer, self.vocab_size = resolved.tokenizer, resolved.config.vocab_size
         self.max_model_len, self.max_num_seqs = resolved.max_model_len, resolved.engine.max_num_seqs
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
-        self.whole_in, self.replay, self.adapters = whole_in, replay, adapters
+        static = resolved.engine.batching == "static"
+        self.whole_in = BlockAllocator(cache.num_blocks, cache.block_size) if static else None
+        self.replay, self.adapters = replay, adapters
         self.slo_classes = resolved.engine.scheduling.slo_classes
         drafts = resolved.engine.speculation
         self.rejection = drafts.most > 0 and drafts.acceptance == "rejection"
