@@ -105,6 +105,7 @@ def _open(
     """A variant's backend, and the variant whose weights it shares. Weights are shared where all but the
     engine's own settings is the same, so that their place in memory is no difference either."""
     from experiments.launch.model import open_backends
+    from moejax.bench.backends.adapters import open_ours
     from moejax.bench.backends.moejax import MoejaxBackend
 
     for other in opened:
@@ -112,8 +113,10 @@ def _open(
         if not isinstance(other.backend, MoejaxBackend) or other.shares is not None:
             continue
         laid_out = all(getattr(config.engine, n) == getattr(theirs.engine, n) for n in _WITH_WEIGHTS)
-        if laid_out and dataclasses.replace(config, engine=theirs.engine) == theirs:
-            backend = MoejaxBackend(other.backend.llm.variant(config.engine))
+        ours = config.backend.kind == "moejax" and not (config.backend.merged or theirs.backend.merged)
+        same = dataclasses.replace(config, engine=theirs.engine, backend=theirs.backend) == theirs
+        if laid_out and ours and same:
+            backend = open_ours(config.backend, other.backend.llm.variant(config.engine))
             return enter(closing(backend)), other.name
     return enter(open_backends(config, out))[0], None
 

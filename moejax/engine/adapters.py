@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.checkpoint.peft import read_adapter
+from moejax.checkpoint.peft import Adapter, read_adapter
 from moejax.core.adapters import AdaptersConfig
 from moejax.core.checked import Name, check
 from moejax.core.config import ModelConfig, MoeConfig
@@ -88,7 +88,7 @@ class Adapters:
             self.loaded[name].users.add(request)
             return self.loaded[name]
 
-    def load(self, name: str, path: str | os.PathLike[str]) -> None:
+    def load(self, name: str, path: str | os.PathLike[str] | Adapter) -> None:
         """See `LLM.load_adapter`. To be called between two steps."""
         config = self.config
         check("load_adapter: name", name, Name)
@@ -96,7 +96,8 @@ class Adapters:
             raise ConfigError("load_adapter: the engine has no slots; set engine.adapters.slots")
         if name in self.loaded:
             raise ConfigError(f"load_adapter: there is an adapter {name!r}; unload_adapter takes it away")
-        adapter = read_adapter(path, self.model)
+        adapter = path if isinstance(path, Adapter) else read_adapter(path, self.model)
+        path = adapter.path
         if adapter.rank > config.rank:
             raise ConfigError(
                 f"{path}: rank {adapter.rank} exceeds engine.adapters.rank={config.rank}; raise it"
@@ -150,12 +151,12 @@ def _writer(sharding: jax.sharding.Sharding) -> jax.stages.Wrapped:
 def _why_no_slots(parameter: str, config: AdaptersConfig) -> str:
     if parameter.endswith("kv_b_proj.kernel"):
         return "takes no adapter: keys and values are cached as latents, before it; merge the adapter"
-    if (kind := _kind(parameter)) is None or kind in config.targets:
+    if (kind := kind_of(parameter)) is None or kind in config.targets:
         return "takes no adapter; merge it into the model (moejax.checkpoint.peft.merge_adapter)"
     return f"has no slots: engine.adapters.targets={list(config.targets)} leaves {kind!r} out"
 
 
-def _kind(parameter: str) -> str | None:
+def kind_of(parameter: str) -> str | None:
     """Returns which of `AdaptersConfig.targets` a parameter belongs to."""
     places = {".attention.": "attention", ".router.": "router", ".experts.": "experts"}
     places |= {".mlp.": "mlp", ".shared_": "mlp"}
@@ -197,7 +198,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 def _takes(name: str, node: Linear | Router, config: AdaptersConfig) -> bool:
     two_levels = isinstance(node, Router) and node.group_kernel is not None
     absorbed = name.endswith("kv_b_proj")
-    return _kind(f"{name}.kernel") in config.targets and not two_levels and not absorbed
+    return kind_of(f"{name}.kernel") in config.targets and not two_levels and not absorbed
 
 
 def _declared(weight: Weight) -> ParamSpec:

@@ -250,8 +250,10 @@ class Engine:
     def reset_stats(self) -> None:
         """See `LLM.reset_stats`."""
         self.stats = EngineStats()
-        for part in (*self.scheduler.prefix_caches, *self.scheduler.swaps):
-            part.counts.clear()
+        for prefixes in self.scheduler.prefix_caches:
+            prefixes.counts.clear()
+        for swap in self.scheduler.swaps:
+            swap.counts.clear()
 
     def clear_drafts(self) -> None:
         """Has all data-parallel groups forget the sequences that have ended."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moejax.checkpoint.hf import save_pretrained
+from moejax.checkpoint.peft import Adapter
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.core.parallel import ParallelConfig
@@ -540,8 +541,8 @@ class LLM:
 
         Args:
             values: another decoder of this configuration, or path of a parameter → `[..., in, out]`.
-            running: "wait" runs requests that have begun to their end first; with "keep" they go on from
-                the tokens that they have, whose keys and values are computed anew; "abort" ends all.
+            running: "wait" runs what has begun to its end first; with "keep" it goes on from the tokens that
+                it has, whose keys and values are computed anew; "abort" ends all.
 
         Raises:
             ConfigError: a parameter that is not there (quantized ones are not), or of another shape.
@@ -549,9 +550,9 @@ class LLM:
         """
         update_weights([llm.engine for llm in self._weights.users], self._weights, values, running)
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads a LoRA adapter in PEFT's format for requests with `RequestOptions(adapter=name)`, while
-        others run and without compiling anything again. Variants of this engine have it, too.
+    def load_adapter(self, name: str, path: str | os.PathLike[str] | Adapter) -> None:
+        """Loads a LoRA adapter (PEFT's format) for requests with `RequestOptions(adapter=name)`, while others
+        run and without compiling anything again. Variants of this engine have it, too.
 
         Raises:
             ConfigError: no slot is left (`engine.adapters`), or is for one of its matrices; too large a rank;

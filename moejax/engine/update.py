@@ -1,4 +1,4 @@
-"""New values in place of a running engine's weights, as after a step of training: nothing is compiled again."""
+"""New values in place of a running engine's weights, as after a step of training."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -21,7 +21,9 @@ def update_weights(
     """See `LLM.update_weights`; `engines` are all that compute with these weights."""
     params = {name: param for stage in weights.stages for name, param in iter_params(stage)}
     if isinstance(values, Decoder):
-        values = {name: canonical(param[...], param.get_metadata("spec")) for name, param in iter_params(values)}
+        values = {
+            name: canonical(param[...], param.get_metadata("spec")) for name, param in iter_params(values)
+        }
     for name, value in values.items():
         if name not in params:
             raise ConfigError(
@@ -41,7 +43,9 @@ def update_weights(
             for name, value in values.items():
                 old = params[name][...]
                 leaves, place = places[id(old)]
-                leaves[place] = jax.device_put(_stored(value, params[name].get_metadata("spec")), old.sharding)
+                leaves[place] = jax.device_put(
+                    _stored(value, params[name].get_metadata("spec")), old.sharding
+                )
                 params[name].set_value(leaves[place])
         finally:
             for engine, was in zip(engines, stopped, strict=True):

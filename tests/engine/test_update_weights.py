@@ -11,7 +11,6 @@ from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
-from tests.decoding import random_model
 from tests.examples import slow_but
 from tests.model_shapes import EIGHT_WAY, LATENT, SINKS, TWO_LAYERS
 

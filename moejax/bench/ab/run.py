@@ -76,8 +76,8 @@ def _control(baseline: Arm) -> Arm:
     """The baseline's second engine: of our own one with a cache and programs of its own, so that the place of
     things in memory is part of what counts as noise; a peer's is the same."""
     backend = baseline.backend
-    if isinstance(backend, MoejaxBackend):
-        backend = MoejaxBackend(backend.llm.variant(backend.llm.engine_config))
+    if type(backend) is MoejaxBackend:
+        backend = backend.beside(backend.llm.engine_config)
     return Arm(CONTROL, baseline.overrides, backend, shares=baseline.name)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from moejax.core.checked import Checked, PositiveInt, PositiveNumber
+from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError, unknown
 
 Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint"]
@@ -29,6 +29,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "python": _LOCAL, "path": _LOCAL, "threads": _LOCAL, "device": _LOCAL, "dtype": ("hf_transformers",),
     "url": ("openai_endpoint",), "model": ("openai_endpoint",), "api_key_env": ("openai_endpoint",),
     "prompts": ("openai_endpoint",), "options": (*_LOCAL, "openai_endpoint"),
+    "adapters": ("moejax",), "merged": ("moejax",),
 }  # fmt: skip
 # What a backend beside the first takes from the section itself where it has none of its own.
 _SHARED = ("python", "threads")
@@ -55,6 +56,10 @@ class BackendOptions(Checked, section="backend"):
         api_key_env: openai_endpoint: the environment variable that holds the key; None: without a key.
         prompts: openai_endpoint: what is sent; `text` needs the model's tokenizer.
         timeout_s: longest silence, in seconds, after which a peer counts as hung.
+        adapters: moejax: how many random LoRA adapters (of `engine.adapters.rank` and `targets`) requests
+            have in turns, or directories in PEFT's format.
+        merged: moejax: adapters are merged, each into a copy of the model, and one's requests run after
+            another's, instead of together in `engine.adapters.slots`.
     """
 
     kind: Kind = "moejax"
@@ -69,6 +74,8 @@ class BackendOptions(Checked, section="backend"):
     api_key_env: str | None = None
     prompts: Prompts = "token_ids"
     timeout_s: PositiveNumber = 600.0
+    adapters: NonNegativeInt | list[str] = 0
+    merged: bool = False
 
     def check(self, where: str = "backend", shared: Collection[str] = ()) -> None:
         """Checks what can be known before anything runs: values that belong to another kind, missing files,
@@ -86,6 +93,8 @@ class BackendOptions(Checked, section="backend"):
             foreign = self.kind not in kinds and name not in shared
             if foreign and getattr(self, name) != getattr(usual, name):
                 raise ConfigError(f"{where}.{name} is for {' and '.join(kinds)}, and this is {self.kind}")
+        if self.merged and not self.adapters:
+            raise ConfigError(f"{where}.merged=true needs {where}.adapters: how many, or their directories")
         if self.kind in _LOCAL:
             self._check_worker(where)
         if self.kind == "openai_endpoint":

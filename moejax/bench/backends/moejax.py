@@ -7,7 +7,7 @@ from typing import Any
 
 from moejax.bench.backends.base import Backend
 from moejax.bench.memory import peak_memory, weight_metrics
-from moejax.core.config import Batching
+from moejax.core.config import Batching, EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.scheduling import SchedulingConfig
 from moejax.engine.llm import LLM
@@ -18,10 +18,15 @@ from moejax.tracking.provenance import versions
 
 class MoejaxBackend(Backend):
     """`LLM` under the names of `Backend`. `llm` is open to measurements that only ours allows: recorded
-    routing, compile ledger, roofline."""
+    routing, compile ledger, roofline.
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    Args:
+        adapters: names of those that requests have, in turns; none: they have none.
+    """
+
+    def __init__(self, llm: LLM, adapters: Sequence[str] = ()) -> None:
+        self.llm, self.adapters = llm, adapters
+        self._submitted = 0
         self.name = "moejax"
         self.vocab_size: int = llm.config.vocab_size
         self.max_model_len: int | None = llm.max_model_len
@@ -42,7 +47,13 @@ class MoejaxBackend(Backend):
     ) -> list[RequestOutput]:
         if forget:  # repetitions are not to find each other
             self.forget()
-        return self.llm.generate(prompts, params, record_routing=record_routing)
+        options = [self._with_adapter(RequestOptions(), i) for i in range(len(prompts))]
+        return self.llm.generate(prompts, params, record_routing=record_routing, options=options)
+
+    def _with_adapter(self, options: RequestOptions, number: int) -> RequestOptions:
+        if not self.adapters:
+            return options
+        return dataclasses.replace(options, adapter=self.adapters[number % len(self.adapters)])
 
     def submit(
         self,
@@ -52,6 +63,8 @@ class MoejaxBackend(Backend):
         arrival_time: float | None = None,
         options: RequestOptions | None = None,
     ) -> RequestOutput:
+        options = self._with_adapter(options or RequestOptions(), self._submitted)
+        self._submitted += 1
         return self.llm.submit(prompt, params, arrival_time=arrival_time, options=options)
 
     @property
@@ -83,7 +96,11 @@ class MoejaxBackend(Backend):
 
     def variant(self, batching: Batching) -> "MoejaxBackend":
         """The same weights behind an engine of another batching mode."""
-        return MoejaxBackend(self.llm.variant(dataclasses.replace(self.llm.engine_config, batching=batching)))
+        return self.beside(dataclasses.replace(self.llm.engine_config, batching=batching))
+
+    def beside(self, engine: EngineConfig) -> "MoejaxBackend":
+        """The same weights and adapters behind an engine of its own."""
+        return MoejaxBackend(self.llm.variant(engine), self.adapters)
 
     def describe(self) -> dict[str, Any]:
         installed = versions()
@@ -108,6 +125,7 @@ class MoejaxBackend(Backend):
 
     def forget(self) -> None:
         """Has the engine begin with nothing that it remembers of requests."""
+        self._submitted = 0
         self.llm.clear_prefix_cache()
         self.llm.clear_drafts()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moejax.bench.backends.adapters import open_ours
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.config import BackendOptions, BackendSection
 from moejax.bench.backends.moejax import MoejaxBackend
@@ -47,7 +48,7 @@ def open_backends(
     with contextlib.ExitStack() as stack:
         for name, options in sorted(chosen, key=lambda item: item[1].kind == "moejax"):
             if options.kind == "moejax":
-                opened[name] = MoejaxBackend(open_llm())
+                opened[name] = open_ours(options, open_llm())
             else:
                 opened[name] = _open_peer(name, options, model, load_format, max_num_seqs, log_dir)
             stack.callback(opened[name].close)

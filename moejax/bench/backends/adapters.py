@@ -1,0 +1,93 @@
+"""LoRA adapters that a benchmark's requests have in turns: in an engine's slots, or merged."""
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from moejax.bench.backends.config import BackendOptions
+from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.experiment_run import DRY_RUN
+from moejax.checkpoint.peft import Adapter, Factors, merge_adapter, read_adapter
+from moejax.core.config import ModelConfig
+from moejax.core.errors import RequestError
+from moejax.engine.adapters import kind_of
+from moejax.engine.llm import LLM
+from moejax.engine.requests.api import RequestOutput, SamplingParams
+from moejax.models.decoder import Decoder
+from moejax.nn.param import specs
+
+
+class MergedBackend(MoejaxBackend):
+    """The plain twin of slots: a copy of the model for each adapter, merged into it. A batch runs one's
+    requests after another's, and weights are swapped in between."""
+
+    def __init__(self, llm: LLM, models: Sequence[Decoder]) -> None:
+        super().__init__(llm)
+        self.models = models
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: bool
+    ) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        start, count = time.perf_counter(), len(self.models)
+        for number, model in enumerate(self.models[: len(prompts)]):
+            mine = range(number, len(prompts), count)
+            self.llm.update_weights(model)
+            done = super().generate([prompts[i] for i in mine], [params[i] for i in mine], **options)
+            outputs |= zip(mine, done, strict=True)
+        for output in outputs.values():
+            output.metrics.arrival_time = start  # all were asked for together
+        return [outputs[i] for i in range(len(prompts))]
+
+    def submit(self, *args: object, **options: object) -> RequestOutput:
+        raise RequestError("backend.merged=true is for fixed batches (experiments.latency)")
+
+
+def open_ours(options: BackendOptions, llm: LLM) -> MoejaxBackend:
+    """Returns our engine, with the adapters that the options ask for.
+
+    Raises:
+        ConfigError, CheckpointError: one cannot be loaded, or merged.
+    """
+    asked, config = options.adapters, llm.engine_config.adapters
+    names = [f"random{i}" for i in range(asked)] if isinstance(asked, int) else list(asked)
+
+    def adapter(number: int, name: str) -> Adapter:
+        if not isinstance(asked, int):
+            return read_adapter(name, llm.config)
+        factors = random_factors(llm.config, number, config.rank, config.targets)
+        return Adapter(Path(name), f"{name}_of_rank_{config.rank}", factors)
+
+    if DRY_RUN.get() is not None:
+        return MoejaxBackend(llm)
+    if not options.merged:
+        for number, name in enumerate(names):
+            if name not in llm.adapters:
+                llm.load_adapter(name, adapter(number, name))
+        return MoejaxBackend(llm, names)
+    models = [nnx.clone(llm.model) for _ in names]
+    for number, (name, model) in enumerate(zip(names, models, strict=True)):
+        merge_adapter(model, adapter(number, name))
+    return MergedBackend(llm, models)
+
+
+def random_factors(
+    config: ModelConfig, seed: int, rank: int, targets: Collection[str], scale: float = 0.02
+) -> dict[str, Factors]:
+    """Returns A and B, drawn at random with deviation `scale`, of all of a model's matrices that an engine's
+    `targets` (`engine.adapters`) can have."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
+
+    shapes = {
+        name: spec.canonical_shape
+        for name, spec in specs(Decoder(config)).items()
+        if kind_of(name) in targets and len(spec.matrix_shape) == 2
+    }
+    taken = {name: shape for name, shape in shapes.items() if "kv_b_proj" not in name and "group" not in name}
+    return {name: (draw(*s[:-1], rank), draw(*s[:-2], rank, s[-1])) for name, s in taken.items()}
