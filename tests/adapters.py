@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import get_args
 
-from moejax.bench.backends.adapters import random_factors as drawn
 from moejax.checkpoint.peft import Factors, save_adapter
 from moejax.core.adapters import AdaptedMatrices
 from moejax.core.config import ModelConfig
+from moejax.engine.adapters import random_factors as drawn
 
 
 def random_factors(

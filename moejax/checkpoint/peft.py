@@ -268,12 +268,16 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> None:
 
 
 def save_adapter(
-    factors: Mapping[str, Factors], config: ModelConfig, directory: str | os.PathLike[str]
+    factors: Mapping[str, Factors],
+    config: ModelConfig,
+    directory: str | os.PathLike[str],
+    base: str | None = None,
 ) -> None:
     """Writes a PEFT directory, whole or not at all; experts' matrices one by one, as `target_modules`.
 
     Args:
         factors: path of a parameter → A and B, scale included.
+        base: what PEFT is told of the model's name or directory.
 
     Raises:
         ConfigError: there are several ranks, or no matrix.
@@ -295,6 +299,7 @@ def save_adapter(
     rank = ranks.pop()
     modules = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    settings |= {"base_model_name_or_path": base}
     with whole_folder(Path(directory)) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         atomic_write_text(

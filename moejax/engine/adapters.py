@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.checkpoint.peft import Adapter, read_adapter
+from moejax.checkpoint.peft import Adapter, Factors, read_adapter
 from moejax.core.adapters import AdaptersConfig
 from moejax.core.checked import Name, check
 from moejax.core.config import ModelConfig, MoeConfig
@@ -29,7 +29,7 @@ from moejax.moe.experts import Experts
 from moejax.moe.router import Router
 from moejax.nn.linear import Linear
 from moejax.nn.lora import AdapterArray, Lora, StackLora, TokenSlots, Write
-from moejax.nn.param import ParamSpec, path_name
+from moejax.nn.param import ParamSpec, path_name, specs
 from moejax.nn.quantized import QuantizedWeight, Weight
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -151,12 +151,12 @@ def _writer(sharding: jax.sharding.Sharding) -> jax.stages.Wrapped:
 def _why_no_slots(parameter: str, config: AdaptersConfig) -> str:
     if parameter.endswith("kv_b_proj.kernel"):
         return "takes no adapter: keys and values are cached as latents, before it; merge the adapter"
-    if (kind := kind_of(parameter)) is None or kind in config.targets:
+    if (kind := _kind(parameter)) is None or kind in config.targets:
         return "takes no adapter; merge it into the model (moejax.checkpoint.peft.merge_adapter)"
     return f"has no slots: engine.adapters.targets={list(config.targets)} leaves {kind!r} out"
 
 
-def kind_of(parameter: str) -> str | None:
+def _kind(parameter: str) -> str | None:
     """Returns which of `AdaptersConfig.targets` a parameter belongs to."""
     places = {".attention.": "attention", ".router.": "router", ".experts.": "experts"}
     places |= {".mlp.": "mlp", ".shared_": "mlp"}
@@ -198,7 +198,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 def _takes(name: str, node: Linear | Router, config: AdaptersConfig) -> bool:
     two_levels = isinstance(node, Router) and node.group_kernel is not None
     absorbed = name.endswith("kv_b_proj")
-    return kind_of(f"{name}.kernel") in config.targets and not two_levels and not absorbed
+    return _kind(f"{name}.kernel") in config.targets and not two_levels and not absorbed
 
 
 def _declared(weight: Weight) -> ParamSpec:
@@ -240,3 +240,22 @@ def check_adapters(
             raise ConfigError(
                 f"engine.adapters.targets: experts do not go with {reason}; leave experts out, or change that"
             )
+
+
+def random_factors(
+    config: ModelConfig, seed: int, rank: int, targets: Collection[str], scale: float = 0.02
+) -> dict[str, Factors]:
+    """Returns A and B, drawn at random with deviation `scale`, of all of a model's matrices that an engine's
+    `targets` (`engine.adapters`) can have."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
+
+    shapes = {
+        name: spec.canonical_shape
+        for name, spec in specs(Decoder(config)).items()
+        if _kind(name) in targets and len(spec.matrix_shape) == 2
+    }
+    taken = {name: shape for name, shape in shapes.items() if "kv_b_proj" not in name and "group" not in name}
+    return {name: (draw(*s[:-1], rank), draw(*s[:-2], rank, s[-1])) for name, s in taken.items()}

@@ -1,11 +1,14 @@
 """A training run's configuration: model shape, optimiser schedule, checkpoints. No JAX, no Hydra."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from moejax.core.adapters import AdaptedMatrices
 from moejax.core.checked import (
     Checked,
     Must,
+    Name,
     NonNegativeInt,
     NonNegativeNumber,
     OpenShare,
@@ -57,12 +60,30 @@ class TrainModelConfig(Checked, section="model"):
 
 
 @dataclass(frozen=True)
+class TrainAdapterConfig(Checked, section="adapter"):
+    """A LoRA adapter (Hu et al., arXiv 2106.09685) to be trained beside a model's frozen weights.
+
+    Attributes:
+        rank: of all its matrices; 0: no adapter, but a whole model is trained.
+        base: a shipped model's name, or a Hugging Face directory; its shape and tokenizer count, and neither
+            `model` nor `vocab_size`.
+        targets: the matrices that it changes, as in `engine.adapters.targets`.
+    """
+
+    rank: NonNegativeInt = 0
+    base: Name = "tiny"
+    targets: list[AdaptedMatrices] = field(default_factory=lambda: ["attention", "mlp", "router", "experts"])
+
+
+@dataclass(frozen=True)
 class TrainConfig(Checked):
     """A training run: AdamW, linear warm-up, then cosine decay to `min_lr_ratio` of the peak at the last
     step.
 
     Attributes:
         model: shape of the decoder.
+        adapter: trained instead of a model, where it has a rank.
+        documents: regular expression; only documents whose names have it count, such as `^topic:`.
         vocab_size: entries of the byte-level BPE that is trained on the text.
         held_out_fraction: share of the documents that are never trained on.
         steps: optimiser steps; each sees batch_size sequences of seq_len tokens.
@@ -84,6 +105,8 @@ class TrainConfig(Checked):
     """
 
     model: TrainModelConfig = field(default_factory=TrainModelConfig)
+    adapter: TrainAdapterConfig = field(default_factory=TrainAdapterConfig)
+    documents: str = ""
     vocab_size: Annotated[int, at_least(MIN_VOCAB_SIZE, "a byte-level BPE's bytes and special tokens")] = 2048
     held_out_fraction: OpenShare = HELD_OUT_FRACTION
     steps: PositiveInt = 2400
@@ -115,6 +138,10 @@ class TrainConfig(Checked):
             raise ConfigError(
                 f"warmup_steps must be at least 0 and below steps ({self.steps}), got {self.warmup_steps}"
             )
+        try:
+            re.compile(self.documents)
+        except re.error as error:
+            raise ConfigError(f"documents: {self.documents!r} is no regular expression: {error}") from None
         if self.seq_len > self.model.max_position_embeddings:
             raise ConfigError(
                 f"seq_len {self.seq_len} exceeds"

@@ -6,14 +6,17 @@ the windows. So no epoch cuts the text at the same places. No JAX here.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from moejax.checkpoint.directory import resolve_model_dir
 from moejax.core.errors import ConfigError
 from moejax.text.corpus import Corpus, Document, build_corpus
+from moejax.train.config import TrainConfig
 from moejax.train.tokenizer import END_OF_TEXT, train_tokenizer
 
 HELD_OUT_CHARACTERS = 100_000
@@ -44,14 +47,34 @@ class TrainingText:
         return np.array(self.tokenizer.encode(self.sample).ids, np.int32)
 
 
-def prepare_text(vocab_size: int, held_out_fraction: float) -> TrainingText:
-    """Reads the corpus, trains the tokenizer and encodes. Deterministic for a Python version.
+def prepare_text(config: TrainConfig) -> TrainingText:
+    """Reads the corpus, trains the tokenizer (an adapter has its base's) and encodes. Deterministic for a
+    Python version.
 
     Raises:
-        ConfigError: see `build_corpus` and `train_tokenizer`.
+        ConfigError: see `build_corpus` and `train_tokenizer`; or no document of either part is asked for.
     """
-    corpus = build_corpus(held_out_fraction)
-    tokenizer = train_tokenizer((document.text for document in corpus.train), vocab_size)
+    corpus = build_corpus(config.held_out_fraction)
+    parts = [
+        tuple(document for document in part if re.search(config.documents, document.name))
+        for part in (corpus.train, corpus.held_out)
+    ]
+    if not all(parts):
+        some = ", ".join(document.name for document in corpus.train[:3])
+        raise ConfigError(
+            f"documents: {config.documents!r} is in the names of {len(parts[0])} documents to train on and of"
+            f" {len(parts[1])} held out, and each part needs one; names are such as {some}"
+        )
+    corpus = Corpus(*parts)
+    if config.adapter.rank:
+        file = resolve_model_dir(config.adapter.base) / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"adapter.base: {file} is missing, and text is to be encoded")
+        tokenizer = Tokenizer.from_file(str(file))
+        if tokenizer.token_to_id(END_OF_TEXT) is None:
+            raise ConfigError(f"adapter.base: {file} has no {END_OF_TEXT}, which ends documents")
+    else:
+        tokenizer = train_tokenizer((document.text for document in corpus.train), config.vocab_size)
     train = encode(tokenizer, corpus.train)
     sample = "".join(document.text + END_OF_TEXT for document in sample_of(corpus.held_out))
     digest = hashlib.sha256(sample.encode())

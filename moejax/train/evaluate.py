@@ -34,14 +34,14 @@ class Evaluator:
     """Evaluates states of one run; compiles at the first call."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._step = make_eval_step(model_config(config))
+        self._config, self._model = config, model_config(config)
+        self._step = make_eval_step(self._model)
 
     def __call__(self, params: Params, stream: np.ndarray) -> HeldOut:
         """Scores every token of `stream` (int32 `[n]`) but the first, in windows of `seq_len` tokens."""
         config = self._config
         nats, tokens = 0.0, 0
-        counts = np.zeros((config.model.num_hidden_layers, config.model.num_experts), np.int64)
+        counts = np.zeros((sum(self._model.moe_layers), self._model.num_experts), np.int64)
         for batch, scored in held_out_batches(stream, batch_size=config.batch_size, seq_len=config.seq_len):
             sums = jax.device_get(self._step(params, batch, scored))
             nats += float(sums.nats)

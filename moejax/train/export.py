@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from moejax.checkpoint.hf import in_use, save_pretrained
+from moejax.checkpoint.hf import in_use, load_pretrained, save_pretrained
+from moejax.checkpoint.peft import merge_adapter, read_adapter, save_adapter
 from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import OutputError, os_errors
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, whole_folder
@@ -18,6 +19,7 @@ from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.models.decoder import Decoder
 from moejax.report.progress import progress
+from moejax.train.adapter import factors_of
 from moejax.train.card import model_card
 from moejax.train.config import WEIGHT_DTYPE, TrainConfig
 from moejax.train.evaluate import Evaluator, HeldOut
@@ -55,7 +57,7 @@ def check_export_dir(directory: str | os.PathLike[str]) -> None:
 def export(
     config: TrainConfig, result: TrainResult, directory: str | os.PathLike[str], command: str
 ) -> Exported:
-    """Writes `directory`, replacing a model that is there.
+    """Writes `directory`, replacing a model that is there; an adapter in PEFT's format.
 
     Args:
         command: what was typed to train; it goes into the model card.
@@ -65,6 +67,8 @@ def export(
     """
     target = Path(directory)
     check_export_dir(target)
+    if config.adapter.rank:
+        return _export_adapter(config, result, target)
     failure = os_errors(OutputError, f"cannot write the model to {target}")
     with failure, progress("exporting"), whole_folder(target) as temporary:
         _write_model(config, result, temporary)
@@ -78,6 +82,16 @@ def export(
             held_out = Evaluator(config)(params, np.array(stream, np.int32))
             card = model_card(config, command, result, held_out, sample_texts(llm))
         atomic_write_text(temporary / CARD_FILE, card)
+    return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
+
+
+def _export_adapter(config: TrainConfig, result: TrainResult, target: Path) -> Exported:
+    """Writes an adapter, and measures what was written, merged into its base."""
+    shape = model_config(config)
+    save_adapter(factors_of(result.state.params), shape, target, base=config.adapter.base)
+    model = load_pretrained(config.adapter.base, dtype="float32", dequantize=True).model
+    merge_adapter(model, read_adapter(target, shape))
+    held_out = Evaluator(config)(nnx.to_pure_dict(nnx.state(model)), result.text.held_out)
     return Exported(target, held_out, sum(path.stat().st_size for path in target.iterdir()))
 
 

@@ -19,6 +19,7 @@ from moejax.core.files import to_jsonable
 from moejax.report.progress import progress
 from moejax.routing.analysis import load_shares
 from moejax.tracking.base import Scalar, Tracker
+from moejax.train.adapter import base_params, merged
 from moejax.train.config import TrainConfig
 from moejax.train.data import Batches, TrainingText, prepare_text
 from moejax.train.evaluate import Evaluator, HeldOut
@@ -74,7 +75,7 @@ def train(config: TrainConfig, tracker: Tracker, text: TrainingText | None = Non
     with Checkpoints(config.checkpoint_dir, keep=config.keep) as checkpoints:
         if text is None:
             with progress("reading Python's documentation"):
-                text = prepare_text(config.vocab_size, config.held_out_fraction)
+                text = prepare_text(config)
         logger.info("text: %s; %d train tokens", text.corpus.describe(), sum(map(len, text.train)))
         run = _Run(config, tracker, checkpoints, text)
         run.all_steps()
@@ -91,8 +92,12 @@ def run_identity(config: TrainConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(TrainConfig):  # not a subclass's: where figures go changes nothing
         value = getattr(config, item.name)
-        if item.name == "model":
-            flat |= {f"model.{key}": to_jsonable(part) for key, part in dataclasses.asdict(value).items()}
+        if item.name == ("model" if not config.adapter.rank else "adapter"):
+            flat |= {
+                f"{item.name}.{key}": to_jsonable(part) for key, part in dataclasses.asdict(value).items()
+            }
+        elif item.name in ("model", "adapter") or (item.name == "documents" and not value):
+            continue
         elif item.name not in RESULT_FREE:
             flat[item.name] = to_jsonable(value)
     return flat
@@ -127,9 +132,11 @@ class _Run:
             text.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
         )
         self.seconds, self.cpu_seconds = 0.0, 0.0
+        self.base = base_params(config)
         self.state = self._first_state()
         self.start = int(self.state.step)
         self.last: dict[str, Scalar] = {}
+        self.untrained: HeldOut | None = None
         self._schedule = learning_rate_schedule(config)
         self._evaluator = Evaluator(config)
         self._held_out = text.held_out
@@ -137,6 +144,9 @@ class _Run:
     def all_steps(self) -> None:
         """Runs every step that is left, with logging, evaluation and checkpoints as configured."""
         config = self.config
+        if self.base is not None:
+            self.untrained = self._evaluator(self.base, self._held_out)
+            self._log_held_out(0, self.untrained)
         if self.start == config.steps:
             logger.info("the newest checkpoint is of the last step: nothing left to train")
             return
@@ -147,7 +157,7 @@ class _Run:
             bar.advance(self.start)
             for done in range(self.start + 1, config.steps + 1):
                 began, cpu_began = time.perf_counter(), time.process_time()
-                self.state, metrics = step(self.state, self.batches(int(self.state.sequence)))
+                self.state, metrics = step(self.state, self.batches(int(self.state.sequence)), self.base)
                 tracked.append(jax.device_get(metrics))
                 self.seconds += time.perf_counter() - began
                 self.cpu_seconds += time.process_time() - cpu_began
@@ -164,7 +174,8 @@ class _Run:
                     self.checkpoints.save(done, self.state, {"identity": self.identity, **clocks})
 
     def evaluate(self) -> HeldOut:
-        return self._evaluator(self.state.params, self._held_out)
+        params = self.state.params
+        return self._evaluator(params if self.base is None else merged(self.base, params), self._held_out)
 
     def summary(self, held_out: HeldOut) -> dict[str, Scalar]:
         """Logs the last evaluation and the table of expert load; returns the run's final figures."""
@@ -176,6 +187,7 @@ class _Run:
             "held_out_loss": held_out.loss,
             "held_out_perplexity": held_out.perplexity,
             "held_out_tokens": held_out.tokens,
+            **({"base_held_out_perplexity": self.untrained.perplexity} if self.untrained else {}),
             "min_expert_share": float(shares.min()),
             "max_expert_share": float(shares.max()),
             "num_params": sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
@@ -204,7 +216,7 @@ class _Run:
         """Returns the step for this run's shapes, compiled here so that no step's time holds it."""
         began = time.perf_counter()
         batch = self.batches(int(self.state.sequence))
-        compiled = make_train_step(self.config).lower(self.state, batch).compile()
+        compiled = make_train_step(self.config).lower(self.state, batch, self.base).compile()
         logger.info("compiled the training step in %.1f s", time.perf_counter() - began)
         return compiled
 

@@ -52,13 +52,15 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
 
 
 def _print(exported: Exported, metrics: dict[str, Any]) -> None:
-    """Prints the outcome on stderr and the model's folder on stdout."""
+    """Prints the outcome on stderr and the exported folder on stdout."""
+    base = metrics.get("base_held_out_perplexity")
     shown = {
+        **({"held-out perplexity, base": base} if base is not None else {}),
         "held-out perplexity, exported weights": metrics["exported_held_out_perplexity"],
         "least expert share": metrics["exported_min_expert_share"],
         "largest expert share": metrics["exported_max_expert_share"],
         "training steps, s": metrics["train_seconds"],
-        "model, MB": exported.num_bytes / 1e6,
+        "exported, MB": exported.num_bytes / 1e6,
     }
     stderr_console().print(metrics_table(shown, "trained"))
     sys.stdout.write(f"{exported.directory}\n")

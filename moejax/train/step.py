@@ -14,22 +14,23 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from moejax.checkpoint.directory import load_config, resolve_model_dir
 from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
+from moejax.train.adapter import Params, first_factors, merged
 from moejax.train.config import TrainConfig
 from moejax.train.loss import LossParts, RoutingCounts, loss_parts, token_losses
 from moejax.train.optimizer import make_optimizer
 from moejax.train.tokenizer import END_OF_TEXT, SPECIAL_TOKENS
-
-Params = dict[str, Any]
 
 
 class TrainState(NamedTuple):
     """State that a run needs to go on; the checkpoints hold exactly this.
 
     Attributes:
-        params: nested dictionary of float32 arrays.
+        params: nested dictionary of float32 arrays: a model's, or an adapter's (`moejax.train.adapter`).
         opt_state: optax's state over the same tree.
         step: int32 scalar, optimiser steps done.
         sequence: int32 scalar, the first sequence of the data order not yet trained on.
@@ -60,7 +61,23 @@ class EvalSums(NamedTuple):
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """Returns the configuration of the decoder to train: a Qwen3-MoE without dense layers, float32."""
+    """Returns the configuration of the decoder to train: a Qwen3-MoE without dense layers, float32; of an
+    adapter that of its base.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such base, or sequences are longer than it allows.
+    """
+    if config.adapter.rank:
+        base = load_config(resolve_model_dir(config.adapter.base)).replace(dtype="float32")
+        if config.seq_len > base.max_position_embeddings:
+            raise ConfigError(
+                f"seq_len {config.seq_len} exceeds the {base.max_position_embeddings} of adapter.base"
+            )
+        if not any(base.moe_layers):
+            raise ConfigError(
+                f"adapter.base={config.adapter.base} has no experts, whose load training reports"
+            )
+        return base
     end = SPECIAL_TOKENS.index(END_OF_TEXT)
     fields = {
         **dataclasses.asdict(config.model),
@@ -75,8 +92,11 @@ def model_config(config: TrainConfig) -> ModelConfig:
 
 def init_state(config: TrainConfig) -> TrainState:
     """Returns a fresh run's state. Weights depend on `config.seed` and their names only."""
-    model = Decoder(model_config(config), seed=config.seed)
-    params = nnx.to_pure_dict(nnx.state(model))
+    model = model_config(config)
+    if config.adapter.rank:
+        params = first_factors(config, model)
+    else:
+        params = nnx.to_pure_dict(nnx.state(Decoder(model, seed=config.seed)))
     rng = jax.random.key_data(jax.random.key(config.seed))
     # Two zeros, not one twice: the state is donated, and a buffer can be given away only once.
     step, sequence = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -95,19 +115,21 @@ def add_noise(tokens: jax.Array, share: float, vocab_size: int, key: jax.Array) 
 
 
 def make_train_step(config: TrainConfig) -> Any:
-    """Returns a compiled `(state, batch) -> (state, metrics)`; the state that goes in is donated.
+    """Returns a compiled `(state, batch, base) -> (state, metrics)`; the state that goes in is donated.
 
-    batch is int32 `[B, T + 1]`: inputs are `[:, :-1]`, targets `[:, 1:]`.
+    batch is int32 `[B, T + 1]`: inputs are `[:, :-1]`, targets `[:, 1:]`; base an adapter's frozen weights.
     """
+    model = model_config(config)
     moe = MoeConfig(execution="capacity", capacity_factor=config.capacity_factor)
-    graph = nnx.graphdef(Decoder(model_config(config), moe=moe))
+    graph = nnx.graphdef(Decoder(model, moe=moe))
     optimizer = make_optimizer(config)
 
-    def loss(params: Params, batch: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+    def loss(params: Params, batch: jax.Array, key: jax.Array, base: Params | None) -> tuple[jax.Array, Any]:
         inputs = batch[:, :-1]
         if config.token_noise:
-            inputs = add_noise(inputs, config.token_noise, config.vocab_size, key)
-        logits, traces = nnx.merge(graph, params)(inputs, return_routing=True)
+            inputs = add_noise(inputs, config.token_noise, model.vocab_size, key)
+        whole = params if base is None else merged(base, params)
+        logits, traces = nnx.merge(graph, whole)(inputs, return_routing=True)
         parts, routing = loss_parts(
             logits,
             batch[:, 1:],
@@ -117,9 +139,11 @@ def make_train_step(config: TrainConfig) -> Any:
         )
         return parts.loss, (parts, routing)
 
-    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
+    def step(
+        state: TrainState, batch: jax.Array, base: Params | None = None
+    ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        gradients, (parts, routing) = jax.grad(loss, has_aux=True)(state.params, batch, key)
+        gradients, (parts, routing) = jax.grad(loss, has_aux=True)(state.params, batch, key, base)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
             updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -63,7 +63,7 @@ def test_it_uses_every_expert(held_out: HeldOut) -> None:
 def test_its_held_out_text_was_not_trained_on() -> None:
     """Where this Python is the one it was trained with; another version splits other text."""
     config = TrainConfig()
-    text = prepare_text(config.vocab_size, config.held_out_fraction)
+    text = prepare_text(config)
     if text.sample != (TINY / "held_out.txt").read_text(encoding="utf-8"):
         pytest.skip("another Python version's standard library")
     assert text.tokenizer.to_str() == (TINY / "tokenizer.json").read_text(encoding="utf-8")

@@ -1,23 +1,20 @@
 """LoRA adapters that a benchmark's requests have in turns: in an engine's slots, or merged."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from flax import nnx
 
 from moejax.bench.backends.config import BackendOptions
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.experiment_run import DRY_RUN
-from moejax.checkpoint.peft import Adapter, Factors, merge_adapter, read_adapter
-from moejax.core.config import ModelConfig
+from moejax.checkpoint.peft import Adapter, merge_adapter, read_adapter
 from moejax.core.errors import RequestError
-from moejax.engine.adapters import kind_of
+from moejax.engine.adapters import random_factors
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.models.decoder import Decoder
-from moejax.nn.param import specs
 
 
 class MergedBackend(MoejaxBackend):
@@ -72,22 +69,3 @@ def open_ours(options: BackendOptions, llm: LLM) -> MoejaxBackend:
     for number, (name, model) in enumerate(zip(names, models, strict=True)):
         merge_adapter(model, adapter(number, name))
     return MergedBackend(llm, models)
-
-
-def random_factors(
-    config: ModelConfig, seed: int, rank: int, targets: Collection[str], scale: float = 0.02
-) -> dict[str, Factors]:
-    """Returns A and B, drawn at random with deviation `scale`, of all of a model's matrices that an engine's
-    `targets` (`engine.adapters`) can have."""
-    rng = np.random.default_rng(seed)
-
-    def draw(*shape: int) -> np.ndarray:
-        return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
-
-    shapes = {
-        name: spec.canonical_shape
-        for name, spec in specs(Decoder(config)).items()
-        if kind_of(name) in targets and len(spec.matrix_shape) == 2
-    }
-    taken = {name: shape for name, shape in shapes.items() if "kv_b_proj" not in name and "group" not in name}
-    return {name: (draw(*s[:-1], rank), draw(*s[:-2], rank, s[-1])) for name, s in taken.items()}
