@@ -237,12 +237,13 @@ def save_pretrained(
         multihost_utils.sync_global_devices(f"save_pretrained {out}")
 
 
-def in_use(out: Path, overwrite: bool) -> str:
-    """Returns a line on what saving into a directory would lose, the empty string for nothing."""
+def in_use(out: Path, overwrite: bool, what: str = "model", file: str = "config.json") -> str:
+    """Returns a line on what saving into a directory would lose, the empty string for nothing: `what` is
+    saved, and has a `file`."""
     if not out.is_file() and not (out.is_dir() and any(out.iterdir())):
         return ""
-    if not (out / "config.json").is_file():
-        return f"{out} exists and is no model directory; move it away, or save elsewhere"
+    if not (out / file).is_file():
+        return f"{out} exists and is no {what} directory; move it away, or save elsewhere"
     return "" if overwrite else f"{out} holds a model; save elsewhere, or replace it with overwrite=True"
 
 
@@ -273,9 +274,7 @@ def _tensors(
         key, _, transform = canonical_key(name, rules)
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, E)
-        value = spec.without_padding(_gathered(param[...])).astype(dtype, copy=False)
-        if spec.transposed:
-            value = value.swapaxes(-1, -2)
+        value = spec.canonical(_gathered(param[...])).astype(dtype, copy=False)
         if not transform.startswith(("fused", "stacked")):
             yield from _by_expert(key, transform, value, slots)
             continue

@@ -262,9 +262,9 @@ def merge_adapter(model: Decoder, adapter: Adapter) -> None:
                 f"{adapter.path}: {name} cannot be merged: it is quantized, or has replicas of experts"
             )
     for name, (a, b) in adapter.factors.items():
-        param, delta = params[name], a @ b
-        delta = delta.swapaxes(-1, -2) if param.get_metadata("spec").transposed else delta
-        param.set_value((param[...].astype(jnp.float32) + delta).astype(param[...].dtype))
+        spec = params[name].get_metadata("spec")
+        whole = spec.canonical(params[name][...]).astype(jnp.float32)
+        params[name].set_value(spec.stored(whole + a @ b))
 
 
 def save_adapter(

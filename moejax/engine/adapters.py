@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.checkpoint.peft import Adapter, Factors, read_adapter
-from moejax.core.adapters import AdaptersConfig
+from moejax.core.adapters import AdaptedMatrices, AdaptersConfig
 from moejax.core.checked import Name, check
 from moejax.core.config import ModelConfig, MoeConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
@@ -29,7 +29,7 @@ from moejax.moe.experts import Experts
 from moejax.moe.router import Router
 from moejax.nn.linear import Linear
 from moejax.nn.lora import AdapterArray, Lora, StackLora, TokenSlots, Write
-from moejax.nn.param import ParamSpec, path_name, specs
+from moejax.nn.param import ParamSpec, path_name
 from moejax.nn.quantized import QuantizedWeight, Weight
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -243,19 +243,15 @@ def check_adapters(
 
 
 def random_factors(
-    config: ModelConfig, seed: int, rank: int, targets: Collection[str], scale: float = 0.02
+    config: ModelConfig, seed: int, rank: int, targets: Collection[AdaptedMatrices], scale: float = 0.02
 ) -> dict[str, Factors]:
-    """Returns A and B, drawn at random with deviation `scale`, of all of a model's matrices that an engine's
-    `targets` (`engine.adapters`) can have."""
+    """Returns A and B, drawn at random with deviation `scale`, of all matrices that have slots in an engine
+    of these `targets`."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
         return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
 
-    shapes = {
-        name: spec.canonical_shape
-        for name, spec in specs(Decoder(config)).items()
-        if _kind(name) in targets and len(spec.matrix_shape) == 2
-    }
-    taken = {name: shape for name, shape in shapes.items() if "kv_b_proj" not in name and "group" not in name}
-    return {name: (draw(*s[:-1], rank), draw(*s[:-2], rank, s[-1])) for name, s in taken.items()}
+    slots = attach(Decoder(config), AdaptersConfig(1, rank, list(targets)), SingleDevice(), fill=False)
+    shapes = {name: [half.shape for half in slots[name].nothing] for name in sorted(slots)}
+    return {name: (draw(*a[:-1], rank), draw(*b[:-2], rank, b[-1])) for name, (a, b) in shapes.items()}

@@ -7,60 +7,60 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from moejax.core.errors import ConfigError, unknown
 from moejax.engine.core import Engine, PauseMode
 from moejax.engine.opening.weights import Weights
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ParamSpec, iter_params
+from moejax.nn.param import ParamSpec, iter_params, specs
 
 
 def update_weights(
     engines: Iterable[Engine], weights: Weights, values: Decoder | Mapping[str, Any], running: PauseMode
 ) -> None:
-    """See `LLM.update_weights`; `engines` are all that compute with these weights."""
+    """See `LLM.update_weights`; `engines` are all that compute with these weights.
+
+    All is checked before anything changes. Then one parameter follows another, so that one is there twice at
+    a time; where a device has no room for that, those before it are new.
+    """
     params = {name: param for stage in weights.stages for name, param in iter_params(stage)}
+    laid_out: dict[str, ParamSpec] = {}
     if isinstance(values, Decoder):
-        values = {
-            name: canonical(param[...], param.get_metadata("spec")) for name, param in iter_params(values)
-        }
+        laid_out = specs(values)
+        values = {name: param[...] for name, param in iter_params(values)}
     for name, value in values.items():
         if name not in params:
             raise ConfigError(
                 f"update_weights: {unknown('parameter', name, params)}; quantized weights take no new values"
             )
-        if np.shape(value) != (wanted := params[name].get_metadata("spec").canonical_shape):
-            raise ConfigError(f"update_weights: {name} has shape {np.shape(value)}, expected {wanted}")
+        shape = laid_out[name].canonical_shape if laid_out else np.shape(value)
+        if shape != (wanted := params[name].get_metadata("spec").canonical_shape):
+            raise ConfigError(f"update_weights: {name} has shape {shape}, expected {wanted}")
     with ExitStack() as stack:
         engines = sorted(engines, key=id)
         for engine in engines:
             stack.enter_context(engine.lock)
         stopped = [engine.stopped for engine in engines]
-        for engine in engines:
-            engine.pause(running)
-        places = {id(leaf): (one.leaves, i) for one in weights.functions for i, leaf in enumerate(one.leaves)}
         try:
+            for engine in engines:
+                engine.pause(running)
             for name, value in values.items():
-                old = params[name][...]
-                leaves, place = places[id(old)]
-                leaves[place] = jax.device_put(
-                    _stored(value, params[name].get_metadata("spec")), old.sharding
-                )
-                params[name].set_value(leaves[place])
+                _put(weights, params[name], value, laid_out.get(name))
+            for engine in engines:
+                engine.scheduler.forget_device_state()
         finally:
             for engine, was in zip(engines, stopped, strict=True):
-                engine.scheduler.forget_device_state()
                 if was is None:
                     engine.unpause()
 
 
-def canonical(stored: jax.Array, spec: ParamSpec) -> jax.Array:
-    """Returns a parameter `[..., in, out]` without padding."""
-    whole = stored[tuple(slice(n) for n in spec.true_shape)]
-    return whole.swapaxes(-1, -2) if spec.transposed else whole
-
-
-def _stored(value: Any, spec: ParamSpec) -> jax.Array:
-    array = jnp.asarray(value, spec.dtype)
-    array = array.swapaxes(-1, -2) if spec.transposed else array
-    return jnp.pad(array, [(0, n - m) for n, m in zip(spec.shape, array.shape, strict=True)])
+def _put(weights: Weights, param: nnx.Param, value: Any, laid_out: ParamSpec | None) -> None:
+    """Puts a copy in place of a parameter, which the engine may delete; `laid_out`: how, None: canonical."""
+    spec, old = param.get_metadata("spec"), param[...]
+    if laid_out is None or (laid_out.shape, laid_out.transposed) != (spec.shape, spec.transposed):
+        value = spec.stored(jnp.asarray(value) if laid_out is None else laid_out.canonical(value))
+    new = jax.device_put(value.astype(spec.dtype), old.sharding, may_alias=False)
+    param.set_value(new)
+    for functions in weights.functions:
+        functions.leaves[:] = [new if leaf is old else leaf for leaf in functions.leaves]

@@ -83,6 +83,16 @@ class ParamSpec:
         """Turns `shape` into `true_shape`."""
         return value[tuple(slice(n) for n in self.true_shape)] if self.padding else value
 
+    def canonical(self, stored: Array) -> Array:
+        """Turns a value as it is stored into `canonical_shape`."""
+        value = self.without_padding(stored)
+        return value.swapaxes(-1, -2) if self.transposed else value
+
+    def stored(self, canonical: jax.Array) -> jax.Array:
+        """Turns `canonical_shape` into a value as it is stored, in `dtype`."""
+        value = canonical.swapaxes(-1, -2) if self.transposed else canonical
+        return self.with_padding(value.astype(self.dtype))
+
     def _added(self, axis: str | None) -> int:
         return self.padding if axis == "vocab" else 0
 

@@ -77,12 +77,12 @@ class Stack:
         """Returns products y `[M, F]` of x `[M, D]` with what adapters add, each row's of an expert and slot
         of its own, `[M]`; nothing is computed where none has an adapter."""
         assert self.lora is not None
-        S = self.lora[0].shape[1]
+        S, lora = self.lora[0].shape[1], [array.reshape(-1, *array.shape[2:]) for array in self.lora]
         has = slots < S
         pairs = jnp.where(has, experts * S + slots, 0)
 
         def added() -> jax.Array:
-            a, b = (_rows_of(array.reshape(-1, *array.shape[2:]), pairs) for array in self.lora or ())
+            a, b = (_rows_of(array, pairs) for array in lora)
             inner = jnp.einsum("md,mrd->mr", jnp.where(has[:, None], x, 0), a)
             return y + jnp.einsum("mr,mrf->mf", inner, b)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.nn.param import ParamSpec
 from moejax.ptq.sites import QuantizationSite
 
 BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up_proj")
@@ -23,16 +24,15 @@ BIASED = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up_pr
 
 def canonical(param: nnx.Param) -> jax.Array:
     """Returns a parameter's value in the order `[..., inputs, outputs]`, whichever way it is stored."""
-    value = param[...]
-    return jnp.swapaxes(value, -1, -2) if param.get_metadata("spec").transposed else value
+    spec: ParamSpec = param.get_metadata("spec")
+    return spec.canonical(param[...])
 
 
 def store(param: nnx.Param, value: jax.Array) -> None:
     """Gives a parameter a value in canonical order, in its own dtype and layout."""
     spec = param.get_metadata("spec")
-    value = jnp.swapaxes(value, -1, -2) if spec.transposed else value
-    assert value.shape == spec.shape, (value.shape, spec.shape)
-    param.set_value(value.astype(spec.dtype))
+    assert value.shape == spec.canonical_shape, (value.shape, spec.canonical_shape)
+    param.set_value(spec.stored(value))
 
 
 def tie(values: jax.Array, site: QuantizationSite, reduction: str) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.checkpoint.hf import in_use, load_pretrained, save_pretrained
+from moejax.checkpoint.peft import CONFIG as PEFT_CONFIG
 from moejax.checkpoint.peft import merge_adapter, read_adapter, save_adapter
 from moejax.core.config import EngineConfig, MoeConfig
 from moejax.core.errors import OutputError, os_errors
@@ -42,15 +43,17 @@ class Exported:
     num_bytes: int
 
 
-def check_export_dir(directory: str | os.PathLike[str]) -> None:
+def check_export_dir(directory: str | os.PathLike[str], adapter: bool = False) -> None:
     """Checks the export folder before training, and makes its parent.
 
     Raises:
-        OutputError: the place cannot be written, or holds something that is no model and would be lost.
+        OutputError: the place cannot be written, or holds something that would be lost: no model, or no
+            `adapter` where one is exported.
     """
     target = Path(directory)
     ensure_writable(target.parent)
-    if fault := in_use(target, overwrite=True):
+    saved = ("adapter", PEFT_CONFIG) if adapter else ()
+    if fault := in_use(target, True, *saved):
         raise OutputError(fault)
 
 
@@ -66,7 +69,7 @@ def export(
         OutputError: it cannot be written; what was there before is then untouched.
     """
     target = Path(directory)
-    check_export_dir(target)
+    check_export_dir(target, config.adapter.rank > 0)
     if config.adapter.rank:
         return _export_adapter(config, result, target)
     failure = os_errors(OutputError, f"cannot write the model to {target}")

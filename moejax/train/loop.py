@@ -29,9 +29,19 @@ from moejax.train.step import StepMetrics, TrainState, init_state, make_train_st
 logger = logging.getLogger(__name__)
 
 RESULT_FREE = frozenset(
-    {"log_every", "eval_every", "checkpoint_every", "keep", "checkpoint_dir", "resume", "export_dir"}
+    {
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep",
+        "checkpoint_dir",
+        "resume",
+        "export_dir",
+        "documents",
+    }
 )
-"""Fields of `TrainConfig` that do not change what is trained; a resumed run may have others."""
+"""Fields of `TrainConfig` that do not change what is trained, or, as `documents`, by the text alone, whose
+digest is kept; a resumed run may have others."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +99,15 @@ def train(config: TrainConfig, tracker: Tracker, text: TrainingText | None = Non
 
 def run_identity(config: TrainConfig) -> dict[str, Any]:
     """Returns the value by dotted key of everything in the configuration that decides what is trained."""
+    unused = RESULT_FREE | ({"model", "vocab_size"} if config.adapter.rank else {"adapter"})
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(TrainConfig):  # not a subclass's: where figures go changes nothing
         value = getattr(config, item.name)
-        if item.name == ("model" if not config.adapter.rank else "adapter"):
-            flat |= {
-                f"{item.name}.{key}": to_jsonable(part) for key, part in dataclasses.asdict(value).items()
-            }
-        elif item.name in ("model", "adapter") or (item.name == "documents" and not value):
+        if item.name in unused:
             continue
-        elif item.name not in RESULT_FREE:
+        if dataclasses.is_dataclass(value):
+            flat |= {f"{item.name}.{key}": to_jsonable(part) for key, part in vars(value).items()}
+        else:
             flat[item.name] = to_jsonable(value)
     return flat
 
@@ -109,7 +118,7 @@ def check_identity(stored: dict[str, Any], current: dict[str, Any], directory: s
     if not different:
         return
     said = [
-        "the text (another Python version's library)"
+        "the text (another Python version's library, or other documents)"
         if key == "text"
         else f"{key} ({stored.get(key)!r} there, {current.get(key)!r} here)"
         for key in different
@@ -146,7 +155,8 @@ class _Run:
         config = self.config
         if self.base is not None:
             self.untrained = self._evaluator(self.base, self._held_out)
-            self._log_held_out(0, self.untrained)
+            if not self.start:
+                self._log_held_out(0, self.untrained)
         if self.start == config.steps:
             logger.info("the newest checkpoint is of the last step: nothing left to train")
             return

@@ -26,7 +26,7 @@ def run_training(config: TrainConfig, run: ExperimentRun, *, command: str) -> Ex
     target = Path(config.export_dir) if config.export_dir else run.out_dir / "model"
     seeds = {"seed": config.seed}
     run.record(seeds=seeds)
-    check_export_dir(target)
+    check_export_dir(target, config.adapter.rank > 0)
     began = time.perf_counter()
     tracker = run.track(variant=run.out_dir.name)
     tracker.define_metric("train/cross_entropy", summary="min")

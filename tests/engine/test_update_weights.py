@@ -101,6 +101,13 @@ def test_what_becomes_of_running_requests(running: Any) -> None:
         each.engine.scheduler.check_integrity()
 
 
+def test_what_it_was_given_stays_the_givers() -> None:
+    llm, model = engine(TWO_LAYERS), engine(TWO_LAYERS, seed=1).model
+    llm.update_weights(model)
+    llm.close()
+    assert not any(param[...].is_deleted() for _, param in iter_params(model))
+
+
 def test_a_paused_engine_stays_paused() -> None:
     llm = engine(TWO_LAYERS)
     llm.pause()

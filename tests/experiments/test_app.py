@@ -500,7 +500,7 @@ def test_defect_outranks_a_users_error_in_a_sweep(capsys: pytest.CaptureFixture[
 
 def test_shown_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, expected in (
-        (["--help"], "experiment: ab, latency_matrix, latency_matrix_a100, lora, peers, peers_medium, "),
+        (["--help"], "experiment: ab, latency_matrix, latency_matrix_a100, lora, lora_medium, "),
         (["--help"], "peers_medium_dummy, quick, speculation\nhardware: "),
         (["--cfg", "job"], "path: tiny"),
         (["--cfg", "job", "-p", "workload", "--resolve"], "seed: 0"),

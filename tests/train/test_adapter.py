@@ -13,7 +13,7 @@ from moejax import LLM, EngineConfig
 from moejax.checkpoint.hf import load_pretrained
 from moejax.checkpoint.peft import merge_adapter, read_adapter
 from moejax.core.adapters import AdaptersConfig
-from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.errors import CheckpointError, ConfigError, OutputError
 from moejax.text.corpus import Corpus, Document
 from moejax.train.adapter import base_params, factors_of
 from moejax.train.config import TrainAdapterConfig, TrainConfig
@@ -84,6 +84,8 @@ def test_what_was_exported_is_what_was_trained(trained: Trained) -> None:
     for name, pair in factors.items():
         for mine, theirs in zip(pair, adapter.factors[name], strict=True):
             np.testing.assert_array_equal(mine, theirs)
+    again = export(trained.config, trained.result, trained.exported.directory, "a command")
+    assert again.held_out.loss == trained.exported.held_out.loss
     assert trained.exported.held_out.loss == pytest.approx(trained.result.held_out.loss, abs=1e-5)
 
 
@@ -134,6 +136,9 @@ def test_only_what_is_targeted(trained: Trained, tmp_path: Path) -> None:
 
 def test_mistakes(trained: Trained, tmp_path: Path) -> None:
     base = Path(trained.config.adapter.base)
+    with pytest.raises(OutputError, match=f"{base.name} exists and is no adapter directory"):
+        export(trained.config, trained.result, base, "a command")
+    assert load_pretrained(base).model is not None
     with pytest.raises(ConfigError, match=r"seq_len 65 exceeds the 64 of adapter.base"):
         train(adapter_config(base, tmp_path, seq_len=65, model=TrainConfig().model), Recorder(), trained.text)
     with pytest.raises(ConfigError, match=r"unknown|no model|there is no"):

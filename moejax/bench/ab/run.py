@@ -76,7 +76,7 @@ def _control(baseline: Arm) -> Arm:
     """The baseline's second engine: of our own one with a cache and programs of its own, so that the place of
     things in memory is part of what counts as noise; a peer's is the same."""
     backend = baseline.backend
-    if type(backend) is MoejaxBackend:
+    if isinstance(backend, MoejaxBackend):
         backend = backend.beside(backend.llm.engine_config)
     return Arm(CONTROL, baseline.overrides, backend, shares=baseline.name)
 

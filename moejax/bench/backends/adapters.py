@@ -10,6 +10,7 @@ from moejax.bench.backends.config import BackendOptions
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.experiment_run import DRY_RUN
 from moejax.checkpoint.peft import Adapter, merge_adapter, read_adapter
+from moejax.core.config import EngineConfig
 from moejax.core.errors import RequestError
 from moejax.engine.adapters import random_factors
 from moejax.engine.llm import LLM
@@ -38,6 +39,10 @@ class MergedBackend(MoejaxBackend):
         for output in outputs.values():
             output.metrics.arrival_time = start  # all were asked for together
         return [outputs[i] for i in range(len(prompts))]
+
+    def beside(self, engine: EngineConfig) -> MoejaxBackend:
+        """Itself: an engine on the same weights would have those of the moment."""
+        return self
 
     def submit(self, *args: object, **options: object) -> RequestOutput:
         raise RequestError("backend.merged=true is for fixed batches (experiments.latency)")
