@@ -66,7 +66,14 @@ def decoded_keys(
     return xp.where((q_lens == 1) | few, xp.minimum(kv_lens, context), 0)
 
 
-def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
+def fixed_parts(sequences: int, context: int) -> tuple[int, int]:
+    """Returns `splits` and `each` of `make_work_list` for parts whose length, and so the order of a row's sums,
+    does not depend on other sequences: at least 256 keys, of one context at most 64 parts."""
+    each = max(4 * LEAST_KEYS, -(-context // (64 * LEAST_KEYS)) * LEAST_KEYS)
+    return sequences * (-(-context // each) - 1) + 1, each
+
+
+def make_work_list(keys: Any, splits: int, xp: Any = np, each: int | None = None) -> Any:
     """Returns int32 `[2·S + splits]`: `[S + 1]` numbers of the sequences' first parts, one past the last at
     the end, then the sequence of each of `S - 1 + splits` parts; places past the last part have none.
 
@@ -76,10 +83,12 @@ def make_work_list(keys: Any, splits: int, xp: Any = np) -> Any:
         keys: int `[S]`, keys that each sequence's last query reads, see `decoded_keys`.
         splits: see `most_splits`. A part has a `splits`th of all keys, so that no context has more parts.
         xp: numpy, or jax.numpy inside a trace.
+        each: keys of a part; `fixed_parts` says how many parts there are room for then.
     """
     S = keys.shape[0]
-    each = xp.maximum(-(-keys.sum() // splits), 1)
-    each = -(-each // LEAST_KEYS) * LEAST_KEYS
+    if each is None:
+        each = xp.maximum(-(-keys.sum() // splits), 1)
+        each = -(-each // LEAST_KEYS) * LEAST_KEYS
     first = xp.pad(xp.cumsum(-(-keys // each)), (1, 0))
     sequence = xp.searchsorted(first[1:], xp.arange(S - 1 + splits), side="right")
     return xp.concatenate([first, xp.minimum(sequence, S - 1)]).astype(xp.int32)

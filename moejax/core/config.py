@@ -495,6 +495,12 @@ class EngineConfig(Checked, section="engine"):
             `kv_cache_memory_gb`.
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
             needed), elsewhere 80 % of what the device has free after the weights.
+        deterministic: "tiles" computes steps in tiles of `tile_tokens` tokens each, all by one program in
+            which no token's numbers depend on the others: log-probabilities are equal to the bit however
+            requests were batched, chunked, preempted or found computed, on one machine with one layout and
+            tile.
+        tile_tokens: tokens of such a tile. Few waste little where few sequences run, many read the weights
+            less often.
         overlap: schedule and launch the next step before the tokens of the last are read.
         retries: how often a request of a failed step is computed again, instead of ending with "error".
         strict_compile: a compilation after warm-up fails the step instead of only being recorded.
@@ -538,6 +544,8 @@ class EngineConfig(Checked, section="engine"):
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None
+    deterministic: Literal["none", "tiles"] = "none"
+    tile_tokens: PositiveInt = 8
     overlap: bool = True
     retries: NonNegativeInt = 0
     strict_compile: bool = False

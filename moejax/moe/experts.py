@@ -179,7 +179,7 @@ class Experts(nnx.Module):
             singles, heights = dispatch.mixed_block_heights(N, transposed)
         else:  # of one height
             rows = height or dispatch.block_rows_for(N * k, E, transposed)
-            singles, heights = 0, (rows,)
+            singles, heights = (N, ()) if rows == 1 else (0, (rows,))
         plan = plan_blocks(routing.ids, E, singles, heights)
         options["slots"] = self._slots(plan.order // k)
         out = grouped_swiglu_blocks(

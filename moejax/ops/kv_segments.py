@@ -20,15 +20,15 @@ class DecodePlan(NamedTuple):
     Attributes:
         position: int32 `[S]`; -1 for a row that does not decode.
         owner: int32 `[N, R]`, rows that a block belongs to; -1 for none.
-        logical: int32 `[N]`, a block's place in its sequence.
+        logical: int32 `[N]`, a block's place in its sequence. None, as `owner`, where rows attend as chunks.
         write_row, write_block, write_offset: int32 `[S]`, by segment: the row whose key and value go into
             `offset` of the segment's `block`.
         write_ends: int32 `[Z]`: writes [write_ends[z - 1], write_ends[z]) are segment z's.
     """
 
     position: jax.Array
-    owner: jax.Array
-    logical: jax.Array
+    owner: jax.Array | None
+    logical: jax.Array | None
     write_row: jax.Array
     write_block: jax.Array
     write_offset: jax.Array
@@ -40,7 +40,8 @@ class ChunkPlan(NamedTuple):
 
     Attributes:
         tile_start, tile_row, tile_position, tile_count: int32: a tile's first token among the T, its row of
-            `table`, its first position and its tokens; rising by start.
+            `table`, its first position and its tokens; rising by start. Without counts each has one token,
+            and computes the same whatever else is there.
         num_tiles: int32 `[2]`: tiles before the first number are parts of chunks, those from it to the second
             are whole chunks, which attend to latents in the plain form.
         table: int32 `[S, M]`, block tables.
@@ -52,7 +53,7 @@ class ChunkPlan(NamedTuple):
     tile_start: jax.Array
     tile_row: jax.Array
     tile_position: jax.Array
-    tile_count: jax.Array
+    tile_count: jax.Array | None
     num_tiles: jax.Array
     table: jax.Array
     run_start: jax.Array

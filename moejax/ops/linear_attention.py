@@ -117,7 +117,8 @@ def _chunks(
     """Attends chunks, q, k, v `[T, H, Dh]`, tile by tile, those of a sequence in their order; returns their
     outputs and the states `[S, H, Dh, Dh]` after them, zeros of rows without a chunk."""
     T = q.shape[0]
-    tile = tile_rows(T)
+    tile, counts = tile_rows(T), plan.tile_count
+    assert counts is not None
     padded = [jnp.pad(x, ((0, tile), (0, 0), (0, 0))) for x in (q, k, v)]
 
     # What is written is not read in the loop, nor the other way round: XLA would copy it in each turn.
@@ -128,7 +129,7 @@ def _chunks(
         stored = jax.lax.dynamic_index_in_dim(states, slot[row], keepdims=False)
         goes_on = (t > 0) & (row == plan.tile_row[jnp.maximum(t - 1, 0)])
         state = jnp.where(goes_on, state, jnp.where(first > 0, stored, 0.0))
-        result, state = attend_block(state, qkv, rates, plan.tile_count[t])
+        result, state = attend_block(state, qkv, rates, counts[t])
         ends = jax.lax.dynamic_update_index_in_dim(ends, state, row, 0)
         # Rows past the tile's count are overwritten by the next tile.
         return state, ends, jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)

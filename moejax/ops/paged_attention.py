@@ -46,7 +46,8 @@ CODES_AT_A_TIME = 1 << 16
 
 
 class AttentionPlan(NamedTuple):
-    """Both halves of a flat batch: S decode places, then T chunk tokens (None: there are none)."""
+    """Both halves of a flat batch: S decode places, then T chunk tokens (None: there are none). Where decodes
+    have no owners, `chunk` says what all the S attend to."""
 
     decode: DecodePlan
     chunk: ChunkPlan | None
@@ -92,7 +93,8 @@ def paged_attention(
     q = q * jnp.asarray(scale, q.dtype)
     sinks = None if sinks is None else sinks.reshape(K, H // K).astype(jnp.float32)
     segments = write_rows(segments, k[:S], None if v is None else v[:S], plan.decode)
-    if chunk is not None:
+    alone = plan.decode.owner is None
+    if chunk is not None and not alone:
         segments = write_runs(segments, k[S:], None if v is None else v[S:], chunk)
 
     def attend(half: Callable[..., jax.Array], q: jax.Array, plan: DecodePlan | ChunkPlan) -> jax.Array:
@@ -102,6 +104,8 @@ def paged_attention(
 
     if chunk is None:
         return attend(decode_attention, q, plan.decode), segments
+    if alone:
+        return attend(chunk_attention, q, chunk), segments
     decodes = jnp.any(plan.decode.position >= 0)
     decoded = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
     if latents is not None and has_plain_chunks(N - S, latents.config):
@@ -122,6 +126,7 @@ def decode_attention(
     q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Attends scaled q `[S, K, G, Dh]`, sinks `[K, G]`; returns `[S, K, G, Dv]`, 0 without a block."""
+    assert plan.owner is not None and plan.logical is not None
     S, K, G, Dh = q.shape
     Dv = segments[0].value_dim
     N, R = plan.owner.shape
@@ -224,7 +229,7 @@ def chunk_attention(
     """Attends scaled q `[T, K, G, Dh]`, sinks `[K, G]`; returns `[T, K, G, Dv]`."""
     T, K, G, Dh = q.shape
     Dv = segments[0].value_dim
-    tile = tile_rows(T)
+    tile = 1 if plan.tile_count is None else tile_rows(T)
     size = segments[0].block_size
     per_turn = min(max(1, KEYS_PER_TURN // size), plan.table.shape[1])
     keys_per_turn = per_turn * size
@@ -258,7 +263,8 @@ def chunk_attention(
         begin = jnp.zeros((), jnp.int32)
         if window is not None:
             begin = jnp.maximum(first - window + 1, 0) // keys_per_turn
-        end = (first + plan.tile_count[t] - 1) // keys_per_turn + 1
+        count = 1 if plan.tile_count is None else plan.tile_count[t]
+        end = (first + count - 1) // keys_per_turn + 1
         empty = (
             jnp.full((K, G * tile, 1), lowest),
             jnp.zeros((K, G * tile, 1)),
@@ -306,6 +312,8 @@ def plain_chunk_attention(
     The outer loop goes over keys, which are made once, and the inner one over queries, all of whose running
     softmaxes are kept.
     """
+    counts = plan.tile_count
+    assert counts is not None
     T, H, _ = q.shape
     rope, nope = latents.config.rope_dim, latents.config.nope_dim
     rank, _, each = latents.weight.shape
@@ -320,7 +328,7 @@ def plain_chunk_attention(
     key_of, query_of = (jnp.arange(n, dtype=jnp.int32) for n in (keys_per_turn, queries))
 
     def one_chunk(t: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        start, first, count = plan.tile_start[t], plan.tile_position[t], plan.tile_count[t]
+        start, first, count = plan.tile_start[t], plan.tile_position[t], counts[t]
 
         def turn(c: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]

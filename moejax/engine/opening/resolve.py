@@ -266,6 +266,7 @@ def _engine_limits(
     check_rebalance(engine.rebalance, parallel, config, jax.process_count())
     _check_preemption(engine, config)
     _check_speculation(engine, parallel, config)
+    _check_deterministic(engine, parallel, config)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -385,6 +386,33 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
         if speculation.most and holds:
             raise ConfigError(
                 f"engine.speculation.method={speculation.method} does not go with {reason}; use none"
+            )
+
+
+def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where a token cannot but depend on what else is in the batch."""
+    moe, speculation = engine.moe, engine.speculation
+    sparse, grouped = any(config.moe_layers), moe.execution == "grouped"
+    refusals = {
+        "engine.batching=static, which pads": engine.batching == "static",
+        "linear attention, whose chunks are computed in one": any(config.linear_layers),
+        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
+            sparse and moe.execution == "capacity"
+        ),
+        f"engine.moe.grouped_matmul={moe.grouped_matmul}, which has all rows in one product": (
+            sparse and grouped and moe.grouped_matmul in ("ragged_dot", "batched")
+        ),
+        "parallel.exchange_capacity: what is dropped depends on the batch": (
+            parallel.exchange_capacity is not None
+        ),
+        f"engine.speculation.method={speculation.method}, which drafts in steps of its own": (
+            speculation.on_device
+        ),
+    }
+    for reason, holds in refusals.items():
+        if engine.deterministic != "none" and holds:
+            raise ConfigError(
+                f"engine.deterministic={engine.deterministic} does not go with {reason}; use none"
             )
 
 

@@ -55,8 +55,12 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
         parts = [Part(*mine) for mine in cut[0]]
     else:
         parts = [_join([mine[i] for mine in cut], groups) for i in range(number)]
-    parts = [part for part in parts if part.rows]
-    for group, first in zip(groups, parts[0].plan.groups, strict=True):
+    return with_moves([part for part in parts if part.rows], plan)
+
+
+def with_moves(parts: list[Part], plan: Plan) -> list[Part]:
+    """Gives the first part the blocks that the whole plan saves, loads and copies."""
+    for group, first in zip(plan.groups, parts[0].plan.groups, strict=True):
         first.saves, first.loads = group.saves, group.loads
         first.copies, first.window_copies = group.copies, group.window_copies
     return parts
@@ -71,15 +75,68 @@ def _split(
     order = sorted(range(active), key=lambda row: rank(plan.decodes[row]))
     for (part, rows, _), mine in zip(parts, _even([*order, *ended], decodes), strict=False):
         rows += mine
-        part.decodes = [plan.decodes[row] for row in rows]
-        part.positions = [plan.positions[row] for row in rows]
-        # A sequence's rows keep their order, so that each finds the keys of those before it.
-        part.drafts = {i: plan.drafts[row] for i, row in enumerate(rows) if row in plan.drafts}
-        part.judged = {i: plan.judged[row] for i, row in enumerate(rows) if row in plan.judged}
+        _take_rows(plan, part, rows)
         part.idle = sum(row in ended for row in rows)
     if plan.chunks:
         _cut_chunks(plan, parts[:chunks])
     return parts
+
+
+def _take_rows(plan: StepPlan, part: StepPlan, rows: Items[int]) -> None:
+    """Gives a part some of the decoding rows. A sequence's keep their order: each finds the keys of those
+    before it."""
+    part.decodes = [plan.decodes[row] for row in rows]
+    part.positions = [plan.positions[row] for row in rows]
+    part.drafts = {i: plan.drafts[row] for i, row in enumerate(rows) if row in plan.drafts}
+    part.judged = {i: plan.judged[row] for i, row in enumerate(rows) if row in plan.judged}
+
+
+def tiles_of(plan: Plan, size: int) -> list[Part]:
+    """Returns a step's tiles of at most `size` tokens and rows, one after another: the rows that decode, then
+    the chunks' tokens. Where more samples start with a chunk than a tile has rows, its last token is computed
+    again for the others."""
+    groups = plan.groups
+    cut = [_tiles(group, size) for group in groups]
+    if len(groups) == 1:
+        return with_moves([Part(*mine) for mine in cut[0]], plan)
+    number = max(map(len, cut))
+    cut = [mine + [_Cut(StepPlan(tiled=True), [], []) for _ in range(number - len(mine))] for mine in cut]
+    return with_moves([_join([mine[i] for mine in cut], groups) for i in range(number)], plan)
+
+
+def _tiles(plan: StepPlan, size: int) -> list[_Cut]:
+    """Returns one group's tiles."""
+    tiles: list[_Cut] = []
+
+    def last(full: bool) -> _Cut:
+        if full:
+            tiles.append(_Cut(StepPlan(tiled=True), [], []))
+        return tiles[-1]
+
+    decoding = range(len(plan.decodes))
+    for first in decoding[::size]:
+        part, rows, _ = last(full=True)
+        rows += decoding[first : first + size]
+        _take_rows(plan, part, rows)
+    row, index = len(decoding), 0
+    for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+        start, end, samples = chunk.start, chunk.start + chunk.count, range(row + 1, row + 1 + len(forks))
+        while start < end or samples:
+            start = min(start, end - 1)
+            part, rows, spans = last(not tiles or size <= max(tiles[-1].plan.num_tokens, len(tiles[-1].rows)))
+            take = min(end - start, size - part.num_tokens)
+            first, ends = chunk.first and start == chunk.start, start + take == end
+            mine = samples[: (size - len(rows) - 1) * ends]
+            samples = samples[len(mine) :]
+            part.chunks.append(
+                Chunk(chunk.sequence, start, take, chunk.last and ends, first, chunk.found * first)
+            )
+            part.forks.append([forks[sample - row - 1] for sample in mine])
+            rows += [row, *mine]
+            spans.append((index + start - chunk.start, take))
+            start += take
+        row, index = row + 1 + len(forks), index + chunk.count
+    return tiles
 
 
 def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:

@@ -25,7 +25,7 @@ got.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 
 from moejax.cache.pool import BlockPool
 from moejax.core.config import EngineConfig
-from moejax.engine.pipeline.microbatches import Part, split_plan
+from moejax.engine.pipeline.microbatches import Part, split_plan, tiles_of
 from moejax.engine.pipeline.stage import Stage
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan
@@ -152,7 +152,10 @@ class PipelineRunner(BucketRunner):
         Raises:
             CompileError: a program is not compiled, and may not be any more (`engine.strict_compile`).
         """
-        parts = split_plan(plan, self.microbatches, self._sampled_in, self.buckets.tokens[0])
+        if self.limits.tile:
+            parts = tiles_of(plan, self.limits.tile)
+        else:
+            parts = split_plan(plan, self.microbatches, self._sampled_in, self.buckets.tokens[0])
         keys = [self.builder.key(part.plan) for part in parts]
         # One program for those with chunks, one for those without.
         common = {key.tokens > 0: [k for k in keys if (k.tokens > 0) == (key.tokens > 0)] for key in keys}
@@ -189,31 +192,17 @@ class PipelineRunner(BucketRunner):
         self._finish(handle.microbatches[-1][0])
         for stage in self.stages:
             stage.store.settle()
-        tokens = [0] * handle.rows
-        logprobs: list[Any] | None = None
-        prompt: list[Any] | None = None
-        padded = 0
+        results = []
         # A step that computes any part of a prompt counts as prefill, in all its microbatches.
         phase = "prefill" if handle.chunk_tokens else "decode"
         if self.capture is not None:
             self.capture.next_step()
         for microbatch, part, rows in handle.microbatches:
             output = self._output(microbatch)
-            result = self._result(microbatch.key, rows, output)
+            results.append((part, self._result(microbatch.key, rows, output)))
             self._take_routing(microbatch.key, rows, output)
-            padded += result.padded_tokens
-            for row, token in zip(part.rows, result.tokens, strict=True):
-                tokens[row] = token
-            if result.logprobs is not None:
-                logprobs = logprobs or [None] * handle.rows
-                for row, logprob in zip(part.rows, result.logprobs, strict=True):
-                    logprobs[row] = logprob
-            if result.prompt_logprobs is not None:
-                prompt, told = prompt or [None] * handle.chunk_tokens, iter(result.prompt_logprobs)
-                for start, count in part.spans:
-                    prompt[start : start + count] = islice(told, count)
             self._add_counts(phase, rows, output)
-        return StepResult(tokens, logprobs, prompt, padded)
+        return self._merged(results, handle.rows, handle.chunk_tokens)
 
     # -- ticks -------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class _Pending(NamedTuple):
 
     step: int
     plan: Plan
-    rows: int
+    rows: int | None
     ids: Any
     weights: Any
     places: Items[list[np.ndarray]]
@@ -87,13 +87,14 @@ class RoutingRecorder:
         return [places_of(part, cached.block_size) for part, cached in both]
 
     def add(
-        self, plan: Plan, rows: int, ids: Any, weights: Any, places: Items[list[np.ndarray]] = ()
+        self, plan: Plan, rows: int | None, ids: Any, weights: Any, places: Items[list[np.ndarray]] = ()
     ) -> None:
         """Takes the rows that a step, or a microbatch of it, computed.
 
         Args:
             plan: what it was asked for.
-            rows: S, places of decoding rows in each data-parallel group's part, before its chunk tokens.
+            rows: S, places of decoding rows in each data-parallel group's part, before its chunk tokens;
+                None: as many as decode.
             ids, weights: `[groups · (S + T), L, k]`, on a device or not. What is not an array yet
                 (`numpy.asarray` makes it one) should be on its way; None for a plan that only saves blocks.
             places: what `places` gave.
@@ -146,7 +147,7 @@ class RoutingRecorder:
                 self._write(*new, index)
                 if cached:
                     cached.write(np.concatenate(where[:active])[mine], *new)
-            first += rows
+            first += active if rows is None else rows
             for number, chunk in enumerate(part.chunks, active):
                 new = ids[first : first + chunk.count], weights[first : first + chunk.count]
                 index = np.empty((chunk.found + chunk.count, len(_INDEX)), np.int32)

@@ -108,7 +108,7 @@ class RoutingReplay:
         """Writes the rows of a plan into `replay_ids` and `replay_weights`, int32 `[S + T, L, k]`.
 
         Args:
-            rows: S.
+            rows: place of the first chunk token.
         """
         decodes = zip(plan.decodes, plan.positions, strict=True)
         trace_rows = [np.asarray([sequence.routing[position] for sequence, position in decodes], np.int64)]

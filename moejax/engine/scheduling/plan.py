@@ -68,6 +68,7 @@ class StepPlan:
         drafts: of the decodes those that continue others of their sequence in this step, by row.
         judged: the draft that a row's sampled token must be for the next one's to count, by row.
         drafting: the number of the draft that the rows make, for this step's runner alone; 0: they sample.
+        tiled: its tokens are computed as a tile (`moejax.engine.step.limits.StepKey`).
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -84,6 +85,7 @@ class StepPlan:
     drafts: dict[int, Draft] = field(default_factory=dict)
     judged: dict[int, Draft] = field(default_factory=dict)
     drafting: int = 0
+    tiled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +104,15 @@ class StepPlan:
             rows.append(chunk.sequence)
             rows.extend(forks)
         return rows
+
+    def placed(self) -> list[tuple[int, Sequence, int]]:
+        """Returns the row, sequence and position of every token, decoded ones before chunks'."""
+        tokens = list(zip(range(len(self.decodes)), self.decodes, self.positions, strict=True))
+        row = len(self.decodes)
+        for chunk, forks in zip(self.chunks, self.forks, strict=True):
+            tokens += [(row, chunk.sequence, chunk.start + i) for i in range(chunk.count)]
+            row += 1 + len(forks)
+        return tokens
 
     def sampling_rows(self) -> Iterator[tuple[int, Sequence]]:
         """Returns the rows that sample a token, with their sequences."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moejax.engine.scheduling.plan import StepPlan
@@ -30,7 +31,10 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     S, T, N, R = key.rows, key.tokens, key.blocks, key.owners
     Z = limits.segment_ends.index(N) + 1
     fields: dict[str, tuple[int, ...]] = dict.fromkeys(("write_row", "write_block", "write_offset"), (S,))
-    fields |= {"write_ends": (Z,), "owner": (N, R), "logical": (N,)}
+    fields |= {"write_ends": (Z,)}
+    if key.tiled:
+        return fields | {"table": (S, limits.table_width), "tile_row": (S,)}
+    fields |= {"owner": (N, R), "logical": (N,)}
     if T:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
@@ -50,19 +54,32 @@ def max_runs(rows: int, tokens: int, block_size: int) -> int:
 
 def unpack(take: Callable[[str], jax.Array], key: StepKey) -> AttentionPlan:
     """Returns the plan's arrays, inside a trace."""
+    if key.tiled:
+        return _tile(take, key.rows)
     decode = DecodePlan(*(take(name) for name in _DECODE))
     return AttentionPlan(decode, ChunkPlan(*(take(name) for name in _CHUNK)) if key.tokens else None)
+
+
+def _tile(take: Callable[[str], jax.Array], S: int) -> AttentionPlan:
+    """Returns the plan of a tile, whose tokens are stored as decodes' are and attend as chunks of one."""
+    position, each = take("position"), jnp.arange(S, dtype=jnp.int32)
+    num_tiles = jnp.sum(position >= 0, dtype=jnp.int32)[None]
+    chunk = ChunkPlan(each, take("tile_row"), position, None, num_tiles, take("table"), *[each] * 5)
+    writes = (take(name) for name in _DECODE if name.startswith("write"))
+    return AttentionPlan(DecodePlan(position, None, None, *writes), chunk)
 
 
 def fill(
     views: dict[str, np.ndarray], plan: StepPlan, key: StepKey, limits: Limits, tables: BlockTables
 ) -> None:
     """Writes the plan's fields."""
-    if plan.decodes:
+    if key.tiled:
+        _fill_tile(views, plan, limits.block_size, tables)
+    elif plan.decodes:
         _decodes(views, plan, limits.block_size, tables, key.owners)
     else:
         views["owner"][...] = -1
-    if plan.chunk_tokens:
+    if plan.chunk_tokens and not key.tiled:
         _chunks(views, plan, key.tokens, limits, tables)
 
 
@@ -94,6 +111,24 @@ def _decodes(
     sorted_blocks = block_ids[by_block]
     rank = np.arange(len(block_ids)) - np.searchsorted(sorted_blocks, sorted_blocks, side="left")
     owner[sorted_blocks, rank] = row_of[by_block]
+
+
+def _fill_tile(views: dict[str, np.ndarray], plan: StepPlan, size: int, tables: BlockTables) -> None:
+    """Fills in each token's block table, and where it is written."""
+    rows, table_of, row_of = plan.placed(), views["table"], views["tile_row"]
+    blocks = np.zeros(len(rows), np.int64)
+    for i, (row, sequence, position) in enumerate(rows):
+        table = tables.of(sequence)
+        table_of[row, : len(table)] = np.maximum(table, 0)  # of what a window has left behind, any
+        row_of[i], blocks[i] = row, table[position // size]
+    segment, local = tables.segments.locate(blocks)
+    order = np.argsort(segment, kind="stable")
+    views["write_row"][: len(rows)] = order
+    views["write_block"][: len(rows)] = local[order]
+    views["write_offset"][: len(rows)] = [rows[i][2] % size for i in order]
+    views["write_ends"][:] = np.searchsorted(
+        segment[order], np.arange(len(views["write_ends"])), side="right"
+    )
 
 
 def _chunks(

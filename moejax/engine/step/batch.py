@@ -5,6 +5,8 @@ a place for every row's decoded token and then the chunks:
 
     flat index   0 1 … S-1 | S … S+T-1
                  decodes   | chunk tokens of all sequences, one after another
+
+In a tile (`StepKey.tiled`) chunk tokens follow the decodes at once, among the S places.
 """
 
 import functools
@@ -45,7 +47,8 @@ class Batch(NamedTuple):
         step: int32 `[S]`, tokens that it has generated before.
         sample: int32 `[S]`, 1 for a row that samples.
         rope_len: int32 `[S + T]`, sequence length that each token's rotary base is for.
-        chunk_token, chunk_position: int32 `[T]`; position -1 for padding.
+        chunk_token, chunk_position: int32 `[T]`; position -1 for padding. In a tile `token` and `position`
+            have chunks' as well, and what is `[T]` below is `[S]`.
         attention: which blocks to write and read.
         window: the same of layers with a sliding window, where these have blocks of their own.
         sampling: the rows' parameters, None for a greedy step without penalties.
@@ -110,14 +113,14 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes |= dict.fromkeys(SamplingArrays._fields, (S,))
     if key.mode.penalty or (limits.states and T):
         shapes |= dict.fromkeys(("fresh", "seen_as", "prompt_len"), (S,))
-    if key.mode.penalty and T:
-        shapes["chunk_row"] = (T,)
+    if key.mode.penalty and (T or key.tiled):
+        shapes["chunk_row"] = (T or S,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
     if key.mode.rejection:
         shapes["draft"] = (S,)
     if key.prompt_logprobs >= 0:
-        shapes["target"] = (T,)
+        shapes["target"] = (T or S,)
     if limits.adapters:
         shapes["adapter"] = (S + T,)
     if limits.replay is not None:
@@ -228,6 +231,12 @@ class BatchBuilder:
 
     def _key(self, plan: StepPlan, tables: list[BlockTables]) -> StepKey:
         rows, owned = plan.sequences, tables[0].ids
+        if plan.tiled:
+            return self.tile(
+                self._mode([sequence for _, sequence in plan.sampling_rows()], rows),
+                self.record_all or self.counting or any(s.record for s in rows),
+                self._prompt_logprobs(plan),
+            )
         # Kernels read through block tables, which do not care who else has a block.
         shared = int(np.bincount(owned).max()) if len(owned) and self.limits.kernels == "xla" else 1
         tokens = plan.chunk_tokens
@@ -243,6 +252,12 @@ class BatchBuilder:
             record=self.record_all or self.counting or any(s.record for s in rows),
             prompt_logprobs=self._prompt_logprobs(plan),
             draft=DRAFTS if plan.drafting else 0,
+        )
+
+    def tile(self, mode: SamplerMode, record: bool, prompt_logprobs: int) -> StepKey:
+        """Returns the step of a tile. Whatever it reads of the cache, its program is that for all of it."""
+        return StepKey(
+            self.limits.tile, 0, self.limits.segment_ends[-1], 1, mode, record, prompt_logprobs, tiled=True
         )
 
     def common(self, keys: Items[StepKey]) -> StepKey:
@@ -274,9 +289,10 @@ class BatchBuilder:
             name: buffer[offset : offset + math.prod(shape)].reshape(shape)
             for name, (offset, shape) in fields.items()
         }
-        self._rows(views, plan, rows)
-        if key.tokens:
-            self._chunks(views, plan, key)
+        first = first_chunk_token(plan, key)
+        self._rows(views, plan, rows, first)
+        if key.tokens or key.tiled:
+            self._chunks(views, plan, key, first)
         metadata_of(self.limits).fill(views, plan, key, self.limits, tables[0])
         if self.limits.window is not None:
             own = {name.removeprefix(WINDOW): view for name, view in views.items() if name.startswith(WINDOW)}
@@ -288,13 +304,13 @@ class BatchBuilder:
         if key.mode.biases:
             _fill_biases(views, plan)
         if self.limits.adapters:
-            self._adapters(views["adapter"], plan, key.rows)
+            self._adapters(views["adapter"], plan, first)
         if key.mode.rejection:
             views["draft"][:] = -1
             for row, draft in plan.judged.items():
                 views["draft"][row] = self._token(draft, plan.decodes[row])
         if self.replay is not None:
-            self.replay.fill(views, plan, key.rows)
+            self.replay.fill(views, plan, first)
 
     def empty(self, key: StepKey) -> np.ndarray:
         """Returns a buffer that computes nothing and writes nothing, to rehearse a step."""
@@ -329,8 +345,8 @@ class BatchBuilder:
     def _compiled(self, least: SamplerMode) -> SamplerMode:
         return next((mode for mode in self.warm_modes if common_mode({mode, least}) == mode), least)
 
-    def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence]) -> None:
-        D, n, S = len(plan.decodes), len(rows), len(views["slot"])
+    def _rows(self, views: dict[str, np.ndarray], plan: StepPlan, rows: list[Sequence], end: int) -> None:
+        D, n = len(plan.decodes), len(rows)
         views["slot"][:n] = [self.limits.place(s.slot, plan.drafting) for s in rows]
         views["slot"][n:] = self.limits.slots
         views["token"][:D] = [
@@ -349,7 +365,7 @@ class BatchBuilder:
         views["step"][D:n] = [s.generated - 1 for s in rows[D:]]
         views["logit"][:D] = range(D)
         views["sample"][:D] = 1
-        row, end = D, S
+        row = D
         for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
             end += chunk.count
             after = row + 1 + len(forks)
@@ -370,19 +386,28 @@ class BatchBuilder:
         known = draft.token != UNKNOWN
         return draft.token if known else -1 - self.limits.place(sequence.slot, len(draft.tokens))
 
-    def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
-        """Fills in the chunks' tokens and positions."""
-        S, rope = key.rows, views["rope_len"]
+    def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey, place: int) -> None:
+        """Fills in the chunks' tokens, the first of them at a flat `place`, and positions."""
+        S, D, rope = key.rows, len(plan.decodes), views["rope_len"][place:]
+        if key.tiled:
+            after = {
+                name: views[name][D:]
+                for name in ("token", "position", "chunk_row", "target")
+                if name in views
+            }
+            if "chunk_row" in views:
+                views["chunk_row"][:D] = range(D)
+            views = after | {"chunk_token": after["token"], "chunk_position": after["position"]}
         views["chunk_position"][:] = -1
         if "chunk_row" in views:
             views["chunk_row"][:] = S  # nobody has seen the tokens of padding
-        start, row = 0, len(plan.decodes)
+        start, row = 0, D
         for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
             sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
             views["chunk_token"][start : start + chunk.count] = sequence.tokens[first:end]
             positions = np.arange(first, end)
             views["chunk_position"][start : start + chunk.count] = positions
-            rope[S + start : S + start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
+            rope[start : start + chunk.count] = np.maximum(positions + 1, sequence.prompt_len)
             if key.prompt_logprobs >= 0:
                 targets = sequence.tokens[first + 1 : end + 1]
                 views["target"][start : start + len(targets)] = targets
@@ -391,6 +416,11 @@ class BatchBuilder:
             start, row = start + chunk.count, row + 1 + len(forks)
         # Static batching's padding is computed like a token, though it has no place in the cache.
         views["chunk_position"][start : plan.min_tokens] = 0
+
+
+def first_chunk_token(plan: StepPlan, key: StepKey) -> int:
+    """Returns the flat index of a plan's first chunk token."""
+    return len(plan.decodes) if key.tiled else key.rows
 
 
 def _fill_sampling(views: dict[str, np.ndarray], rows: list[Sequence]) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moejax.core.config import EngineConfig, ModelConfig
+from moejax.engine.pipeline.microbatches import Part
 from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import RoutingRecorder
 from moejax.engine.routing.replay import RoutingReplay
@@ -124,7 +125,8 @@ class BucketRunner(ABC):
         self.config = config
         self.store_slots = store_slots
         self.groups = place.groups
-        self._one_segment = kernels != "xla"
+        tile = config.tile_tokens if config.deterministic == "tiles" else 0
+        self._one_segment = kernels != "xla" or tile > 0
         self.cache = cache
         self.buckets = self._all_buckets(cache.num_blocks)
         kv_heads, queries = model.num_kv_heads // place.axes.size(place.axes.kv), MOST_QUERIES
@@ -148,6 +150,7 @@ class BucketRunner(ABC):
             window_ends=_ends_up_to(self.buckets.segments.ends, cache.window_blocks),
             adapters=config.adapters.slots,
             drafter=config.speculation if config.speculation.on_device else None,
+            tile=tile,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
@@ -181,9 +184,30 @@ class BucketRunner(ABC):
         logprobs = None if batch.logprobs is None else read_logprobs(sampled, batch.logprobs)
         prompt = None
         if batch.prompt_logprobs is not None:
-            told = jax.tree.map(lambda x: of_groups(x, batch.chunk_tokens), output.prompt_logprobs)
+            parts = batch.plan.groups
+            firsts = [len(part.decodes) * key.tiled for part in parts]  # before a tile's chunk tokens
+            told = jax.tree.map(lambda x: of_groups(x, batch.chunk_tokens, firsts), output.prompt_logprobs)
             prompt = read_logprobs(told, batch.prompt_logprobs)
         return StepResult(sampled.tokens.tolist(), logprobs, prompt, self.groups * (key.rows + key.tokens))
+
+    def _merged(self, parts: Iterable[tuple[Part, StepResult]], rows: int, chunk_tokens: int) -> StepResult:
+        """Returns the result of a step of so many rows and chunk tokens from those of its parts."""
+        tokens, padded = [0] * rows, 0
+        logprobs: list[Any] | None = None
+        prompt: list[Any] | None = None
+        for part, result in parts:
+            padded += result.padded_tokens
+            for row, token in zip(part.rows, result.tokens, strict=True):
+                tokens[row] = token
+            if result.logprobs is not None:
+                logprobs = logprobs or [None] * rows
+                for row, logprob in zip(part.rows, result.logprobs, strict=True):
+                    logprobs[row] = logprob
+            if result.prompt_logprobs is not None:
+                prompt, told = prompt or [None] * chunk_tokens, iter(result.prompt_logprobs)
+                for start, count in part.spans:
+                    prompt[start : start + count] = itertools.islice(told, count)
+        return StepResult(tokens, logprobs, prompt, padded)
 
     def _add_counts(self, phase: str, batch: Rows, output: PagedOutput) -> None:
         """Adds a batch's expert counts to `routing`, unless it counted though nobody asked."""
@@ -198,13 +222,13 @@ class BucketRunner(ABC):
         for array in output.captured if self._far else ():
             if isinstance(array, jax.Array):  # put together by the host where there are stages
                 array.copy_to_host_async()
-        self.capture.add(batch.plan, key.rows, *output.captured, batch.places)
+        self.capture.add(batch.plan, None if key.tiled else key.rows, *output.captured, batch.places)
 
     def save(self, plan: Plan) -> None:
         """Copies blocks alone, see `moejax.engine.step.runner.Runner`."""
         self._save(plan)
         if self.capture is not None:
-            self.capture.add(plan, 0, None, None)
+            self.capture.add(plan, None, None, None)
 
     @abstractmethod
     def _save(self, plan: Plan) -> None:
@@ -248,17 +272,21 @@ class BucketRunner(ABC):
             records = (True,)
         scored = self.builder.warm_prompt_logprobs
         options = itertools.product(reachable, owners, modes, records, scored)
-        keys = [
-            StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
-            for (rows, tokens, segments), sharing, mode, recorded, count in options
-            if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
-        ]
+        if self.limits.tile:
+            keys = [self.builder.tile(*given) for given in itertools.product(modes, records, scored)]
+        else:
+            keys = [
+                StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
+                for (rows, tokens, segments), sharing, mode, recorded, count in options
+                if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
+            ]
         if self.limits.drafter is not None:
             alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
             if self.leader is not None:
                 keys = list(dict.fromkeys(map(self.builder.following, keys)))
             if self.drafter is None:
                 keys += dict.fromkeys(map(self.builder.drafting, alone))
+        keys = list(dict.fromkeys(keys))
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
@@ -301,10 +329,12 @@ def is_sampled(output: PagedOutput) -> bool:
     return isinstance(tokens, np.ndarray) or tokens.is_ready()
 
 
-def of_groups(x: jax.Array, counts: Sequence[int]) -> np.ndarray:
-    """Returns the first `counts[g]` rows of each group g's equal share of the rows."""
+def of_groups(x: jax.Array, counts: Sequence[int], firsts: Sequence[int] | None = None) -> np.ndarray:
+    """Returns the first `counts[g]` rows, or those from `firsts[g]` on, of each group g's equal share of the
+    rows."""
     rows = np.asarray(x)
     each = len(rows) // len(counts)
-    if len(counts) == 1:
+    if len(counts) == 1 and firsts is None:
         return rows[: counts[0]]
-    return np.concatenate([rows[g * each : g * each + count] for g, count in enumerate(counts)])
+    starts = [g * each + first for g, first in enumerate(firsts or [0] * len(counts))]
+    return np.concatenate([rows[a : a + count] for a, count in zip(starts, counts, strict=True)])

@@ -15,6 +15,7 @@ from moejax.cache.pool import BlockPool, Pages
 from moejax.cache.segments import SegmentLayout
 from moejax.cache.store import BlockStore
 from moejax.core.config import CacheKind, EngineConfig
+from moejax.engine.pipeline.microbatches import Part, tiles_of
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import Plan, draft_plans
 from moejax.engine.scheduling.swap import MOVED_AT_A_TIME
@@ -42,11 +43,24 @@ class MoveKey(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step under way, and the device's promise."""
+    """A step under way, or a tile of it, and the device's promise."""
 
     key: StepKey
     batch: Rows
     output: PagedOutput
+
+
+class LaunchedTiles(NamedTuple):
+    """A step under way in tiles."""
+
+    tiles: list[tuple[Part, Launched]]
+    rows: int
+    chunk_tokens: int
+
+    @property
+    def output(self) -> PagedOutput:
+        """What the last of them gives."""
+        return self.tiles[-1][1].output
 
 
 class DeviceRunner(BucketRunner):
@@ -106,7 +120,7 @@ class DeviceRunner(BucketRunner):
             segments,
             cache.block_size,
             jnp.dtype(cache.dtype),
-            transposed_keys=not self._one_segment,
+            transposed_keys=self.limits.kernels == "xla",
             slots=self.config.max_num_seqs,
             kinds=self.functions.config.cache_kinds(cache.window),
             kind=kind,
@@ -154,7 +168,7 @@ class DeviceRunner(BucketRunner):
     def last(self, last: jax.Array) -> None:
         (self.leader or self)._last = last
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan) -> Launched | LaunchedTiles:
         """Builds the batch and starts the step.
 
         Raises:
@@ -171,6 +185,12 @@ class DeviceRunner(BucketRunner):
         if drafter is not self:
             build = drafter.builder
             drafter._run(*build.build(plan, build.following(build.key(plan))))
+        if not self.limits.tile:
+            return self._launched(plan)
+        tiles = [(part, self._launched(part.plan)) for part in tiles_of(plan, self.limits.tile)]
+        return LaunchedTiles(tiles, len(plan.sequences), plan.chunk_tokens)
+
+    def _launched(self, plan: Plan) -> Launched:
         key, buffer = self.builder.build(plan)
         return Launched(key, Rows.of(plan, key, self.capture), self._run(key, buffer))
 
@@ -266,16 +286,25 @@ class DeviceRunner(BucketRunner):
             self._seen = state.seen
         return output
 
-    def ready(self, handle: Launched) -> bool:
+    def ready(self, handle: Launched | LaunchedTiles) -> bool:
         return is_sampled(handle.output)
 
-    def collect(self, handle: Launched) -> StepResult:
+    def collect(self, handle: Launched | LaunchedTiles) -> StepResult:
         """Reads a step's result; this is where the host waits for the device."""
-        key, output = handle.key, handle.output
         for runner in self._both:
             if runner._writing:
                 runner._writing.popleft()
             runner.store.settle()
+        if self.capture is not None:
+            self.capture.next_step()
+        if isinstance(handle, Launched):
+            return self._collect(handle, "prefill" if handle.key.tokens else "decode")
+        phase = "prefill" if handle.chunk_tokens else "decode"
+        results = ((part, self._collect(tile, phase)) for part, tile in handle.tiles)
+        return self._merged(results, handle.rows, handle.chunk_tokens)
+
+    def _collect(self, handle: Launched, phase: str) -> StepResult:
+        key, output = handle.key, handle.output
         result = self._result(key, handle.batch, output)
         if output.decoded is not None:
             decoded = iter(of_groups(output.decoded, handle.batch.rows).tolist())
@@ -283,10 +312,8 @@ class DeviceRunner(BucketRunner):
                 for row, token in zip(range(len(part.decodes)), decoded, strict=False):
                     if row in part.drafts:
                         part.drafts[row].tokens = (*part.drafts[row].tokens[:-1], token)
-        self._add_counts("prefill" if key.tokens else "decode", handle.batch, output)
-        if self.capture is not None:
-            self.capture.next_step()
-            self._take_routing(key, handle.batch, output)
+        self._add_counts(phase, handle.batch, output)
+        self._take_routing(key, handle.batch, output)
         return result
 
     def _seen_of(self, key: StepKey) -> jax.Array | None:

@@ -41,6 +41,8 @@ class StepKey(NamedTuple):
         prompt_logprobs: likeliest tokens reported with the log-probability of each chunk token's next one;
             -1 where neither is.
         draft: `DRAFTS` if it makes drafts, `FOLLOWS` if it only has another model's cache follow; 0 else.
+        tiled: the step is a tile (`Limits.tile`): S tokens, decoded or of prompts, one after another, each of
+            which computes what it would beside any others. T is 0.
     """
 
     rows: int
@@ -51,6 +53,7 @@ class StepKey(NamedTuple):
     record: bool
     prompt_logprobs: int
     draft: int = 0
+    tiled: bool = False
 
 
 class Limits(NamedTuple):
@@ -75,6 +78,7 @@ class Limits(NamedTuple):
         window_ends: blocks before the end of each of their segments.
         adapters: slots of LoRA adapters.
         drafter: how drafts are made on the device; None: they are not.
+        tile: tokens of a tile, where steps are computed in these (`engine.deterministic`); 0: they are not.
     """
 
     slots: int
@@ -93,6 +97,7 @@ class Limits(NamedTuple):
     window_ends: tuple[int, ...] = ()
     adapters: int = 0
     drafter: SpeculationConfig | None = None
+    tile: int = 0
 
     @property
     def places(self) -> int:

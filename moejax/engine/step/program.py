@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache.pool import PagedCache, Pages, States
+from moejax.core.config import Product, TunedMoe
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
@@ -102,6 +103,8 @@ class PagedFunctions(ModelFunctions):
         if key.draft:
             assert limits.drafter is not None
             reduce_model(model, limits.drafter)
+        if key.tiled:
+            separate_rows(model, key.rows)
         if self.is_first:
             token = decoded_tokens(batch, state.last if given is None else given)
             x = model.embed(flat_tokens(batch, token))
@@ -153,6 +156,15 @@ def reduce_model(model: Decoder, drafter: SpeculationConfig) -> None:
     for layer in model.in_order() if drafter.method == "self_experts" else ():
         if layer.moe is not None:
             layer.moe.router.top_k = drafter.experts or -(-layer.moe.router.top_k // 2)
+
+
+def separate_rows(model: Decoder, tokens: int) -> None:
+    """Has experts compute each row by itself, inside a trace: what it shares a product with depends on what
+    else is in the batch. GPU kernels' tiles give a row the same wherever it lies in one."""
+    each = [Product(tokens, "blocks_uniform", 1)]
+    for layer in model.in_order():
+        if layer.moe is not None and layer.moe.moe.grouped_matmul != "pallas_triton":
+            layer.moe.moe = TunedMoe.of(layer.moe.moe, layer.moe.moe.expert_layout, each)
 
 
 @jax.named_scope("inputs")
@@ -213,6 +225,8 @@ def finish(
         rows = _seen_rows(batch, token, state.seen)
         seen = state.seen.at[batch.slot].set(rows)
     logits, biased = model.logits(x[batch.logit]), None
+    if key.tiled:  # as all modes' programs have them
+        logits = jax.lax.optimization_barrier(logits)
     if batch.bias_token is not None:
         assert batch.bias_value is not None and batch.bias_if is not None
         biased = add_biases(logits, batch.bias_token, batch.bias_value, batch.bias_if, token)
@@ -223,7 +237,8 @@ def finish(
     prompt = None
     if key.prompt_logprobs >= 0:
         assert batch.target is not None
-        prompt = token_logprobs(model, x[key.rows :], batch.target, key.prompt_logprobs)
+        scored = x if key.tiled else x[key.rows :]
+        prompt = token_logprobs(model, scored, batch.target, key.prompt_logprobs)
     return state._replace(last=_remember(state.last, batch, sampled.tokens), seen=seen), sampled, prompt
 
 
@@ -234,7 +249,9 @@ def _seen_rows(batch: Batch, token: jax.Array, seen: jax.Array) -> jax.Array:
     rows = jnp.where((batch.fresh == 0)[:, None], seen[batch.slot], 0)
     S = rows.shape[0]
     place, position, tokens = jnp.arange(S, dtype=jnp.int32), batch.position, token
-    if batch.chunk_row is not None:
+    if batch.chunk_row is not None and batch.chunk_token is None:
+        place = batch.chunk_row
+    elif batch.chunk_row is not None:
         assert batch.chunk_position is not None and batch.chunk_token is not None
         place = jnp.concatenate([place, batch.chunk_row])
         position = jnp.concatenate([position, batch.chunk_position])
