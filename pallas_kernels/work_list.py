@@ -67,8 +67,8 @@ def decoded_keys(
 
 
 def fixed_parts(sequences: int, context: int) -> tuple[int, int]:
-    """Returns `splits` and `each` of `make_work_list` for parts whose length, and so the order of a row's sums,
-    does not depend on other sequences: at least 256 keys, of one context at most 64 parts."""
+    """Returns `splits` and `each` of `make_work_list` for parts whose length, and so the order of sums, does
+    not depend on other sequences: at least 256 keys, of one context at most 64 parts."""
     each = max(4 * LEAST_KEYS, -(-context // (64 * LEAST_KEYS)) * LEAST_KEYS)
     return sequences * (-(-context // each) - 1) + 1, each
 

@@ -257,7 +257,10 @@ MISTAKES = [
     (["seed.x=3"], ["unknown key 'seed.x': 'seed' is a value without keys"]),
     (["foo@bar=3"], ["unknown config group 'foo'"]),
     (["workload=bursty"], ["workload=bursty is a preset of throughput: ", "(presets of latency: batch_"]),
-    (["experiment=foo"], ["unknown preset 'foo' (known: ab, latency_matrix,", "quick, speculation)"]),
+    (
+        ["experiment=foo"],
+        ["unknown preset 'foo' (known: ab, deterministic, latency_matrix,", "quick, speculation)"],
+    ),
     (["experiment=train_smoke"], ["a preset of train: python -m experiments.train experiment=train_smoke"]),
     (["experiment=quick_throughput"], ["is a preset of throughput: ", "(presets of latency: ab, "]),
     (["workload.zzz=3"], ["unknown key 'workload.zzz' (keys of 'workload': batch_size"]),
@@ -500,7 +503,7 @@ def test_defect_outranks_a_users_error_in_a_sweep(capsys: pytest.CaptureFixture[
 
 def test_shown_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, expected in (
-        (["--help"], "experiment: ab, latency_matrix, latency_matrix_a100, lora, lora_medium, "),
+        (["--help"], "experiment: ab, deterministic, latency_matrix, latency_matrix_a100, lora, "),
         (["--help"], "peers_medium_dummy, quick, speculation\nhardware: "),
         (["--cfg", "job"], "path: tiny"),
         (["--cfg", "job", "-p", "workload", "--resolve"], "seed: 0"),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from moejax.bench.ab.config import AblationSection, AbSection
+from moejax.bench.ab.determinism import determinism_rows
 from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.speculation import speculation_rows
@@ -26,6 +27,7 @@ from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields, paired_ratio
 
+_TABLES = ("verdicts", "stages", "speculation", "determinism")
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
@@ -68,7 +70,7 @@ def run_ab(
         for index, arm in enumerate(arms)
         for row in arm.rows
     ]
-    tables = {name: result[name] for name in ("verdicts", "stages", "speculation") if result.get(name)}
+    tables = {name: result[name] for name in _TABLES if result.get(name)}
     return run.finish(result, requests=requests, tables=tables)
 
 
@@ -206,6 +208,10 @@ def _build(
     for row in drafts if len(load.cases) == 1 else ():
         speeds = {name: value for name, value in row.items() if name.startswith("speed_over_")}
         metrics |= {f"{name}_{row['variant']}": value for name, value in speeds.items()}
+    determinism = determinism_rows(arms, load)
+    for row in determinism:
+        name = f"equal_logprobs_{row['variant']}"
+        metrics[name] = min(metrics.get(name, 1.0), row["equal_logprobs"])
     engines = {arm.name: llm for arm in arms if (llm := engine_of(arm.backend))}
     ledgers = [{**row, "variant": name} for name, llm in engines.items() for row in llm.ledger.rows()]
     metrics["recompiles_after_warmup"] = sum(bool(row["after_warmup"]) for row in ledgers)
@@ -230,6 +236,7 @@ def _build(
         not_judged=[name for name in asked if name not in judged_names],
         groups=_groups(arms, load),
         speculation=drafts,
+        determinism=determinism,
         **ladder,
     )
 

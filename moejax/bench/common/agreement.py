@@ -14,7 +14,7 @@ def percent_agreed(tokens: Sequence[Sequence[int]], reference: Sequence[Sequence
     known."""
     if len(tokens) != len(reference) or any(not len(row) for row in (*tokens, *reference)):
         return None
-    same = sum(_agreed(ours, theirs) for ours, theirs in zip(tokens, reference, strict=True))
+    same = sum(agreed_tokens(ours, theirs) for ours, theirs in zip(tokens, reference, strict=True))
     total = sum(len(theirs) for theirs in reference)
     return 100 * same / total if total else None
 
@@ -26,7 +26,7 @@ def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int
     if any(not len(tokens) for tokens in (*mine, *theirs)):
         return dict.fromkeys(("equal_requests", "equal_lengths", "first_difference"))
     pairs = list(zip(mine, theirs, strict=True))
-    parted = [_agreed(a, b) for a, b in pairs if list(a) != list(b)]
+    parted = [agreed_tokens(a, b) for a, b in pairs if list(a) != list(b)]
     return {
         "equal_requests": 1.0 - len(parted) / len(pairs) if pairs else 1.0,
         "equal_lengths": all(len(a) == len(b) for a, b in pairs),
@@ -34,7 +34,7 @@ def token_agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int
     }
 
 
-def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens before the first that differ, or before the shorter one's end."""
+def agreed_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of tokens before the first that differ, or before the shorter one's end."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

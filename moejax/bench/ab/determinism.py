@@ -1,0 +1,95 @@
+"""What depends on the rest of the batch: the `determinism` table of an A/B run of fixed batches. No JAX here.
+
+Each engine answers the same requests alone, in batches and with prompts cut into chunks. Where the tokens
+before are the same, so is what is computed; that numbers differ, and with them the experts that a router
+chooses, is then due to the batch alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moejax.bench.ab.measure import BatchLoad, Load
+from moejax.bench.ab.variants import CONTROL, Arm
+from moejax.bench.backends.moejax import engine_of
+from moejax.bench.common.agreement import agreed_tokens, token_agreement
+from moejax.engine.llm import LLM
+from moejax.engine.requests.api import SamplingParams
+from moejax.routing.capture import RoutingCapture, hash_tokens
+from moejax.routing.difference import compare_captures
+
+
+class _Answers(NamedTuple):
+    """Of each request its tokens and their log-probabilities; of all the routing, None without experts."""
+
+    tokens: list[list[int]]
+    logprobs: list[np.ndarray]
+    routing: RoutingCapture | None
+
+
+def determinism_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
+    """Returns a row for each of our own engines and way to batch the largest case's requests. None where no
+    engine is deterministic."""
+    engines = [(arm.name, llm) for arm in arms if arm.name != CONTROL and (llm := engine_of(arm.backend))]
+    asked = any(llm.engine_config.deterministic != "none" for _, llm in engines)
+    if not isinstance(load, BatchLoad) or not asked:
+        return []
+    case, prompts = max(load.plan, key=lambda each: each[0].batch_size)
+    params = [dataclasses.replace(each, logprobs=0) for each in load.workload.batch_sampling(case)]
+    sizes = sorted({each.batch_size for each, _ in load.plan} - {1})
+    rows = []
+    for name, llm in engines:
+        alone = _answer(llm, prompts, params, 1)
+        ways = {f"{size} at once": _answer(llm, prompts, params, size) for size in sizes}
+        # Not a divisor of the prompts' length, so that a chunk ends within a block.
+        cut = {"max_num_seqs": 1, "max_num_batched_tokens": case.prompt_len // 3 + 1}
+        ways["in chunks"] = _answer(llm, prompts, params, 1, **cut)
+        head = {"variant": name, "dtype": llm.config.dtype, "deterministic": llm.engine_config.deterministic}
+        rows += [{**head, "batched": way, **_beside(prompts, alone, other)} for way, other in ways.items()]
+    return rows
+
+
+def _answer(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], size: int, **options: Any
+) -> _Answers:
+    """Runs the requests `size` at a time on an engine of the same weights that captures its routing."""
+    sparse = any(llm.config.moe_layers)
+    other = llm.variant(dataclasses.replace(llm.engine_config, capture_routing=sparse, **options))
+    outputs = []
+    for first in range(0, len(prompts), size):
+        outputs += other.generate(prompts[first : first + size], params[first : first + size])
+    samples = [output.outputs[0] for output in outputs]
+    return _Answers(
+        [list(sample.token_ids) for sample in samples],
+        [np.asarray([each.logprob for each in sample.logprobs or []], np.float32) for sample in samples],
+        other.routing_capture() if sparse else None,
+    )
+
+
+def _beside(prompts: list[list[int]], alone: _Answers, other: _Answers) -> dict[str, Any]:
+    """Returns how far answers agree with those of requests alone, where what is computed is the same."""
+    same = [agreed_tokens(*pair) for pair in zip(other.tokens, alone.tokens, strict=True)]
+    pairs = [
+        (mine[:n], theirs[:n]) for mine, theirs, n in zip(other.logprobs, alone.logprobs, same, strict=True)
+    ]
+    mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    flips = None
+    if alone.routing is not None and other.routing is not None:
+        ends = {hash_tokens(prompt): len(prompt) + n for prompt, n in zip(prompts, same, strict=True)}
+        compared = compare_captures(*(_until(each, ends) for each in (alone.routing, other.routing)))
+        flips = float(compared.flips.mean())
+    return {
+        "compared_tokens": sum(same),
+        "equal_requests": token_agreement(other.tokens, alone.tokens)["equal_requests"],
+        "equal_logprobs": float((mine.view(np.int32) == theirs.view(np.int32)).mean()) if len(mine) else 0.0,
+        "largest_logprob_difference": float(np.abs(mine - theirs).max()) if len(mine) else None,
+        "router_flips": flips,
+    }
+
+
+def _until(capture: RoutingCapture, ends: dict[str, int]) -> RoutingCapture:
+    """Returns the tokens whose context is the same: those before their request's end."""
+    end = np.asarray([ends[request.prompt_hash] for request in capture.requests])
+    return capture.select(capture.position < end[capture.request])
