@@ -1,4 +1,5 @@
-"""The table of determinism of an A/B result (`moejax.bench.ab.determinism`). No JAX here."""
+"""The tables of an A/B result on what numbers depend on: the batch (`moejax.bench.ab.determinism`), and
+whether they were computed for sampling or for training (`moejax.bench.ab.mismatch`). No JAX here."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,19 +8,26 @@ from rich.table import Table
 
 from moejax.report.tables import Column, column_table, metric_columns
 
-_NOTE = (
+_BATCH = (
     "beside the same requests alone, where the tokens before are the same; bits equal: log-probabilities, %;"
     "\nflips: a token's layers whose router chose other experts, %"
 )
+_TRAINING = (
+    "sampled tokens' log-probabilities beside those of a training forward of the first variant's weights,"
+    "\nwith its own routing and, replayed, with the engine's; flips: a token's layers, %"
+)
+_HEAD = [Column(name, name, left=True) for name in ("variant", "dtype", "batched")]
 
 
 def determinism_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a line for each variant and way to batch: what of its numbers depends on the batch."""
     names = ("equal_requests", "equal_logprobs", "largest_logprob_difference", "router_flips")
-    columns = [
-        Column("variant", "variant", left=True),
-        Column("dtype", "dtype", left=True),
-        Column("batching", "batched", left=True),
-        *metric_columns("compared_tokens", *names),
-    ]
-    return column_table("what depends on the batch", columns, rows, _NOTE)
+    columns = [*_HEAD, *metric_columns("compared_tokens", *names)]
+    return column_table("what depends on the batch", columns, rows, _BATCH)
+
+
+def mismatch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a line for each variant and batch size: how far training is from what sampled the tokens."""
+    names = ("logprob_difference", "sampled_kl", "replayed_logprob_difference", "replayed_sampled_kl")
+    columns = [*_HEAD, *metric_columns("compared_tokens", "router_flips", *names)]
+    return column_table("sampling beside training", columns, rows, _TRAINING)

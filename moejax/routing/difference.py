@@ -1,6 +1,7 @@
 """Differences of two routing traces of one shape. Numpy only."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -78,8 +79,9 @@ def compare_captures(one: RoutingCapture, other: RoutingCapture) -> TraceCompari
 
 def _matching_rows(one: RoutingCapture, other: RoutingCapture) -> tuple[Ints, Ints]:
     """Returns the rows of both that are the same token; of a token computed twice the first computation."""
-    place = {key: number for number, key in enumerate(_request_keys(one))}
-    theirs = _request_keys(other)
+    names = ([request.prompt_hash for request in capture.requests] for capture in (one, other))
+    mine, theirs = map(numbered, names)
+    place = {key: number for number, key in enumerate(mine)}
     to_mine = np.array([place.get(key, -1) for key in theirs], np.int64)
     rows = np.flatnonzero(to_mine[other.request] >= 0) if len(theirs) else np.zeros(0, np.int64)
     tables = [
@@ -92,11 +94,11 @@ def _matching_rows(one: RoutingCapture, other: RoutingCapture) -> tuple[Ints, In
     return first, rows[second]
 
 
-def _request_keys(capture: RoutingCapture) -> list[tuple[str, int]]:
-    """Returns each request's prompt hash, and how many earlier requests have the same."""
+def numbered(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Returns each name with how many before are the same."""
     seen: Counter[str] = Counter()
     keys = []
-    for request in capture.requests:
-        keys.append((request.prompt_hash, seen[request.prompt_hash]))
-        seen[request.prompt_hash] += 1
+    for name in names:
+        keys.append((name, seen[name]))
+        seen[name] += 1
     return keys

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax import LLM, EngineConfig
-from moejax.bench.ab.determinism import _Answers, _beside, determinism_rows
-from moejax.bench.ab.measure import BatchLoad
+from moejax import LLM, EngineConfig, QuantConfig
+from moejax.bench.ab.determinism import Answers, _beside, answer, determinism_rows, largest_batch, rows_of
+from moejax.bench.ab.measure import BatchLoad, TrafficLoad
+from moejax.bench.ab.mismatch import TrainingForward, check_mismatch, mismatch_rows
+from moejax.bench.ab.mismatch import _beside as beside_training
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.traffic import ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
-from moejax.report.determinism import determinism_table
+from moejax.core.errors import ConfigError
+from moejax.report.determinism import determinism_table, mismatch_table
 from moejax.routing.capture import CapturedRequest, RoutingCapture, hash_tokens
 from tests.model_shapes import ONE_LAYER
 
@@ -40,13 +44,13 @@ def capture(ids: list[list[int]]) -> RoutingCapture:
 
 def test_only_what_has_the_same_context_is_compared() -> None:
     ids = [[0, 1]] * 8
-    alone = _Answers([[7, 8], [7, 9]], [np.float32([-1, -2]), np.float32([-1, -3])], capture(ids))
+    alone = Answers([[7, 8], [7, 9]], [np.float32([-1, -2]), np.float32([-1, -3])], capture(ids))
     mine = [*ids]
     mine[1] = [1, 2]  # flipped
     mine[2] = [1, 0]  # the same set
     mine[7] = [5, 6]  # after another token: not compared
     bit = np.nextafter(np.float32(-2), np.float32(0))
-    other = _Answers([[7, 8], [7, 5]], [np.float32([-1, bit]), np.float32([-1, -9])], capture(mine))
+    other = Answers([[7, 8], [7, 5]], [np.float32([-1, bit]), np.float32([-1, -9])], capture(mine))
     row = _beside(PROMPTS, alone, other)
     assert (row["compared_tokens"], row["equal_requests"], row["equal_logprobs"]) == (3, 0.5, 2 / 3)
     assert row["largest_logprob_difference"] == pytest.approx(bit + 2) and row["router_flips"] == 1 / 7
@@ -71,3 +75,61 @@ def test_engines_beside_their_answers_alone() -> None:
     console = Console(width=160, record=True)
     console.print(determinism_table(rows))
     assert "in chunks" in console.export_text()
+
+
+def test_equal_prompts_are_told_apart() -> None:
+    trace = capture([[0, 1]] * 8)
+    same = dataclasses.replace(trace, requests=(trace.requests[0],) * 2)
+    assert rows_of(same, [PROMPTS[0]] * 2).tolist() == [0] * 4 + [1] * 4
+    swapped = dataclasses.replace(trace, requests=trace.requests[::-1])
+    assert rows_of(swapped, PROMPTS).tolist() == [1] * 4 + [0] * 4
+
+
+def test_training_forward_beside_the_engine() -> None:
+    """It computes what the engine does, and what it is given to replay: nothing differs, unless that does."""
+    config = EngineConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32, compile_cache=False)
+    llm = LLM(ONE_LAYER, dtype="float32", load_format="dummy", engine=config)
+    arms = [Arm("base", [], MoejaxBackend(llm)), Arm(CONTROL, [], MoejaxBackend(llm))]
+    load = BatchLoad(WorkloadConfig(batch_size=[1, 3], prompt_len=10, output_len=5), [arms[0].backend])
+    rows = mismatch_rows(arms, load)
+    assert [(row["variant"], row["batched"]) for row in rows] == [
+        ("base", "1 at once"),
+        ("base", "3 at once"),
+    ]
+    for row in rows:
+        assert row["router_flips"] == 0 and row["compared_tokens"] == 15
+        assert row["largest_logprob_difference"] < 1e-5 > row["replayed_largest_logprob_difference"]
+        assert 0 <= row["sampled_kl"] < 1e-9
+    console = Console(width=160, record=True)
+    console.print(mismatch_table(rows))
+    assert "replayed" in console.export_text()
+
+    _, prompts, params = largest_batch(load)
+    params = [dataclasses.replace(each, max_tokens=3 + i) for i, each in enumerate(params)]  # padding
+    given = answer(llm, prompts, params, 3)
+    assert given.routing is not None
+    forward = TrainingForward(llm)
+    row = beside_training(forward, prompts, given)
+    assert row["largest_logprob_difference"] < 1e-5 and row["router_flips"] == 0
+    other = dataclasses.replace(given.routing, ids=(given.routing.ids + 1) % given.routing.num_experts)
+    row = beside_training(forward, prompts, given._replace(routing=other))
+    assert row["largest_logprob_difference"] < 1e-5 < 1e-3 < row["replayed_largest_logprob_difference"]
+    assert row["router_flips"] > 0.5 and row["replayed_sampled_kl"] > 1e-6
+    told = given._replace(logprobs=[each + np.float32(0.1) for each in given.logprobs])
+    row = beside_training(forward, prompts, told)
+    assert row["logprob_difference"] == pytest.approx(0.1, rel=1e-3)
+    assert row["sampled_kl"] == pytest.approx(np.exp(-0.1) - 1 + 0.1, rel=1e-3)
+
+
+def test_what_no_training_forward_can_compute() -> None:
+    llm = LLM(
+        ONE_LAYER, dtype="float32", load_format="dummy", quant=QuantConfig(method="rtn"),
+        engine=EngineConfig(max_model_len=32, compile_cache=False),
+    )  # fmt: skip
+    arms = [Arm("codes", [], MoejaxBackend(llm))]
+    load = BatchLoad(WorkloadConfig(batch_size=1, prompt_len=4, output_len=2), [arms[0].backend])
+    with pytest.raises(ConfigError, match=r"^ab\.mismatch: .* and codes is a peer's, .*; put one before it"):
+        check_mismatch(arms, load)
+    traffic = TrafficLoad(ThroughputWorkload(num_requests=1, prompt_len=4, output_len=2), [arms[0].backend])
+    with pytest.raises(ConfigError, match=r"^ab\.mismatch needs fixed batches: experiments\.latency$"):
+        check_mismatch(arms, traffic)

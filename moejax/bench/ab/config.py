@@ -30,6 +30,8 @@ class AbSection(Checked, section="ab"):
         max_rounds: see `target`.
         metrics: what to judge by; none takes the usual ones.
         seed: of the order in which the variants take turns.
+        mismatch: set the log-probabilities of what each engine samples beside those of a training forward of
+            the first variant's weights, with its own routing and with the engine's replayed.
     """
 
     enabled: bool = False
@@ -39,6 +41,7 @@ class AbSection(Checked, section="ab"):
     max_rounds: PositiveInt = 100
     metrics: list[str] = field(default_factory=list)
     seed: int = 0
+    mismatch: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,13 +15,14 @@ from moejax.bench.ab.measure import BatchLoad, Load
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.agreement import agreed_tokens, token_agreement
+from moejax.bench.workload import LatencyCase
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.routing.capture import RoutingCapture, hash_tokens
-from moejax.routing.difference import compare_captures
+from moejax.routing.difference import compare_captures, numbered
 
 
-class _Answers(NamedTuple):
+class Answers(NamedTuple):
     """Of each request its tokens and their log-probabilities; of all the routing, None without experts."""
 
     tokens: list[list[int]]
@@ -36,24 +37,29 @@ def determinism_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     asked = any(llm.engine_config.deterministic != "none" for _, llm in engines)
     if not isinstance(load, BatchLoad) or not asked:
         return []
-    case, prompts = max(load.plan, key=lambda each: each[0].batch_size)
-    params = [dataclasses.replace(each, logprobs=0) for each in load.workload.batch_sampling(case)]
+    case, prompts, params = largest_batch(load)
     sizes = sorted({each.batch_size for each, _ in load.plan} - {1})
     rows = []
     for name, llm in engines:
-        alone = _answer(llm, prompts, params, 1)
-        ways = {f"{size} at once": _answer(llm, prompts, params, size) for size in sizes}
+        alone = answer(llm, prompts, params, 1)
+        ways = {f"{size} at once": answer(llm, prompts, params, size) for size in sizes}
         # Not a divisor of the prompts' length, so that a chunk ends within a block.
         cut = {"max_num_seqs": 1, "max_num_batched_tokens": case.prompt_len // 3 + 1}
-        ways["in chunks"] = _answer(llm, prompts, params, 1, **cut)
+        ways["in chunks"] = answer(llm, prompts, params, 1, **cut)
         head = {"variant": name, "dtype": llm.config.dtype, "deterministic": llm.engine_config.deterministic}
         rows += [{**head, "batched": way, **_beside(prompts, alone, other)} for way, other in ways.items()]
     return rows
 
 
-def _answer(
+def largest_batch(load: BatchLoad) -> tuple[LatencyCase, list[list[int]], list[SamplingParams]]:
+    """Returns the largest batch of a load, its prompts, and parameters that ask for log-probabilities."""
+    case, prompts = max(load.plan, key=lambda each: each[0].batch_size)
+    return case, prompts, [dataclasses.replace(p, logprobs=0) for p in load.workload.batch_sampling(case)]
+
+
+def answer(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], size: int, **options: Any
-) -> _Answers:
+) -> Answers:
     """Runs the requests `size` at a time on an engine of the same weights that captures its routing."""
     sparse = any(llm.config.moe_layers)
     other = llm.variant(dataclasses.replace(llm.engine_config, capture_routing=sparse, **options))
@@ -61,14 +67,14 @@ def _answer(
     for first in range(0, len(prompts), size):
         outputs += other.generate(prompts[first : first + size], params[first : first + size])
     samples = [output.outputs[0] for output in outputs]
-    return _Answers(
+    return Answers(
         [list(sample.token_ids) for sample in samples],
         [np.asarray([each.logprob for each in sample.logprobs or []], np.float32) for sample in samples],
         other.routing_capture() if sparse else None,
     )
 
 
-def _beside(prompts: list[list[int]], alone: _Answers, other: _Answers) -> dict[str, Any]:
+def _beside(prompts: list[list[int]], alone: Answers, other: Answers) -> dict[str, Any]:
     """Returns how far answers agree with those of requests alone, where what is computed is the same."""
     same = [agreed_tokens(*pair) for pair in zip(other.tokens, alone.tokens, strict=True)]
     pairs = [
@@ -77,8 +83,10 @@ def _beside(prompts: list[list[int]], alone: _Answers, other: _Answers) -> dict[
     mine, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
     flips = None
     if alone.routing is not None and other.routing is not None:
-        ends = {hash_tokens(prompt): len(prompt) + n for prompt, n in zip(prompts, same, strict=True)}
-        compared = compare_captures(*(_until(each, ends) for each in (alone.routing, other.routing)))
+        ends = np.asarray([len(prompt) + n for prompt, n in zip(prompts, same, strict=True)])
+        both = [(each, rows_of(each, prompts)) for each in (alone.routing, other.routing)]
+        # Tokens whose context is the same are those before their request's end.
+        compared = compare_captures(*(each.select(each.position < ends[row]) for each, row in both))
         flips = float(compared.flips.mean())
     return {
         "compared_tokens": sum(same),
@@ -89,7 +97,8 @@ def _beside(prompts: list[list[int]], alone: _Answers, other: _Answers) -> dict[
     }
 
 
-def _until(capture: RoutingCapture, ends: dict[str, int]) -> RoutingCapture:
-    """Returns the tokens whose context is the same: those before their request's end."""
-    end = np.asarray([ends[request.prompt_hash] for request in capture.requests])
-    return capture.select(capture.position < end[capture.request])
+def rows_of(capture: RoutingCapture, prompts: list[list[int]]) -> np.ndarray:
+    """Returns int `[R]`: the prompt of each row of a trace; of equal ones the n-th request's is the n-th."""
+    place = {key: index for index, key in enumerate(numbered(map(hash_tokens, prompts)))}
+    keys = numbered(request.prompt_hash for request in capture.requests)
+    return np.asarray([place[key] for key in keys], np.int64)[capture.request]

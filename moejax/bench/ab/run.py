@@ -10,6 +10,7 @@ from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.ab.determinism import determinism_rows
 from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
+from moejax.bench.ab.mismatch import check_mismatch, mismatch_rows
 from moejax.bench.ab.speculation import speculation_rows
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
@@ -27,7 +28,7 @@ from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields, paired_ratio
 
-_TABLES = ("verdicts", "stages", "speculation", "determinism")
+_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch")
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
@@ -59,12 +60,14 @@ def run_ab(
     kind: Callable[..., Load] = BatchLoad if isinstance(workload, WorkloadConfig) else TrafficLoad
     load = kind(workload, [arm.backend for arm in arms])
     check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
+    if ab.mismatch:
+        check_mismatch(arms, load)
     run.start_backends([arms[0].backend], workload, seeds={"ab": ab.seed}, variant="ab")
     if isinstance(load, BatchLoad):
         answer_prompts(load.plan, [arm.backend for arm in arms], load.workload)
     warm_up_all(arms, load)
     judged = _measure(arms, load, ab)
-    result = _build(run, arms, load, judged, ab.metrics, ablation)
+    result = _build(run, arms, load, judged, ab, ablation)
     requests = [
         {**row, "case": _place(index, row["case"], load)}
         for index, arm in enumerate(arms)
@@ -187,10 +190,10 @@ def _build(
     arms: Sequence[Arm],
     load: Load,
     judged: Judged,
-    asked: Sequence[str],
+    ab: AbSection,
     ablation: AblationSection | None,
 ) -> Result:
-    """Returns the result; `asked` are the metrics that were to be judged."""
+    """Returns the result."""
     rows = _rows(arms, load)
     metrics: dict[str, Any] = {"rounds": rows[0]["rounds"], "variants": len(arms) - 1}
     for verdict in (*judged.control, *judged.verdicts):
@@ -233,10 +236,11 @@ def _build(
             for index, arm in enumerate(arms)
             for (round_, case), metrics_of_pass in sorted(arm.rounds.items())
         ],
-        not_judged=[name for name in asked if name not in judged_names],
+        not_judged=[name for name in ab.metrics if name not in judged_names],
         groups=_groups(arms, load),
         speculation=drafts,
         determinism=determinism,
+        mismatch=mismatch_rows(arms, load) if ab.mismatch else [],
         **ladder,
     )
 
