@@ -28,6 +28,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.speculation", "layers",
         lambda c: c.engine.speculation.method != "self_layers", "for method=self_layers"),
     ("engine.speculation", "draft", lambda c: c.engine.speculation.method != "draft", "for method=draft"),
+    ("engine", "tile_tokens", lambda c: c.engine.deterministic != "tiles", "for deterministic=tiles"),
     ("engine.moe", "capacity_factor overflow",
         lambda c: c.engine.moe.execution != "capacity", "for execution=capacity"),
     ("engine.moe", "grouped_matmul block_rows",
