@@ -84,7 +84,7 @@ def assert_clean(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     scheduler.check_integrity()
     assert scheduler.idle and scheduler.allocator.num_used == 0
-    assert len(scheduler._free_slots) == scheduler.max_num_seqs
+    assert len(scheduler.free_slots) == scheduler.max_num_seqs
     assert not llm._submitted
     assert llm.engine._in_flight is None
     stats = llm.stats()

@@ -27,7 +27,7 @@ class SkipsCopies(Scheduler):
 class KeepsSlots(Scheduler):
     def _leave(self, sequence: Sequence) -> None:
         super()._leave(sequence)
-        self._free_slots.pop()
+        self.free_slots.pop()
 
 
 class PreemptsTheOldest(Scheduler):
@@ -49,7 +49,7 @@ class BreaksPromises(Scheduler):
 
     @property
     def _open_slots(self) -> int:
-        return len(self._free_slots)
+        return len(self.free_slots)
 
 
 class TakesTokensOfTheDead(Scheduler):

@@ -18,6 +18,7 @@ from typing import Any
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.cache.prefix import NOTHING, Match, PrefixTree
 from moejax.core.errors import RequestError
+from moejax.engine.scheduling.integrity import check_scheduler
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason
@@ -67,7 +68,7 @@ class Scheduler:
         self._waiting: list[tuple[Any, int, Sequence]] = []
         self._ranked = False  # anew in this step
         self.num_waiting = 0  # samples queued
-        self._free_slots = list(range(max_num_seqs))
+        self.free_slots = list(range(max_num_seqs))
         # Kept free at an admission while others run, so that their next blocks do not preempt it at once.
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
@@ -228,7 +229,7 @@ class Scheduler:
         # Sequences that share a last block leave the same places of it empty.
         empty = [
             (len(s.blocks) * size - s.computed) / allocator.refcount(s.blocks[-1])
-            for s in self._holders()
+            for s in self.holders()
             if s.blocks
         ]
         return round(allocator.num_used * size - sum(empty))
@@ -274,37 +275,10 @@ class Scheduler:
         self._enqueue(sequence)
 
     def check_integrity(self) -> None:
-        """Checks the whole state; see `BlockAllocator.check_integrity`.
+        """Raises `AssertionError` with what is wrong, see `check_scheduler`."""
+        check_scheduler(self)
 
-        Raises:
-            AssertionError: what is wrong.
-        """
-        holders = self._holders()
-        self.allocator.check_integrity(s.blocks for s in holders)
-        if self.windows is not None:
-            self.windows.check_integrity(s.window_blocks for s in holders)
-        slots = sorted(s.slot for s in holders) + list(self._free_slots)
-        reserved = sum(len(s.forks) for s in self.running)
-        if len(set(slots)) != len(slots) or set(slots) != set(range(self.max_num_seqs)):
-            raise AssertionError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
-        if reserved > len(self._free_slots):
-            raise AssertionError(f"{reserved} slots promised to forks, {len(self._free_slots)} free")
-        keys = [self.policy.key(s) for s in self.running]
-        if keys != sorted(keys) and not self.policy.moves:
-            raise AssertionError("running sequences are out of order")
-        for s in self.running:
-            if s.state is not State.RUNNING or not 0 <= s.computed <= s.length:
-                raise AssertionError(f"{s!r} should be running")
-            if len(s.blocks) * self.allocator.block_size < s.computed:
-                raise AssertionError(f"{s!r} has computed past its {len(s.blocks)} blocks")
-        queued = self.waiting()
-        if any(s.blocks or s.slot != -1 or s.computed for s in queued):
-            raise AssertionError("a waiting sequence owns blocks or a slot")
-        self.swap.check_integrity(queued, self.allocator.block_size)
-        if len(set(map(id, queued))) != len(queued) or self.num_waiting != sum(s.samples for s in queued):
-            raise AssertionError(f"{self.num_waiting} samples counted as waiting, {len(queued)} queued")
-
-    def _holders(self) -> list[Sequence]:
+    def holders(self) -> list[Sequence]:
         """Sequences that own blocks and a slot."""
         return self.running
 
@@ -495,7 +469,7 @@ class Scheduler:
 
     @property
     def _unpromised_slots(self) -> int:
-        return len(self._free_slots) - sum(len(s.forks) for s in self.running if s.forks)
+        return len(self.free_slots) - sum(len(s.forks) for s in self.running if s.forks)
 
     def match(self, sequence: Sequence) -> Match:
         """Finds what is computed of a sequence's tokens but the last, of which it samples."""
@@ -564,7 +538,7 @@ class Scheduler:
         return block
 
     def _run(self, sequence: Sequence) -> None:
-        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.slot = heapq.heappop(self.free_slots)
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=self.policy.key)
 
@@ -584,7 +558,7 @@ class Scheduler:
         self.allocator.release(sequence.blocks)
         if self.windows is not None:
             self.windows.release(sequence.window_blocks)
-        heapq.heappush(self._free_slots, sequence.slot)
+        heapq.heappush(self.free_slots, sequence.slot)
         sequence.slot = -1
 
     def _enqueue(self, sequence: Sequence) -> None:

@@ -63,7 +63,7 @@ class StaticScheduler(Scheduler):
             plan.positions.append(sequence.computed - 1)
         plan.idle = len(self._ended)
 
-    def _holders(self) -> list[Sequence]:
+    def holders(self) -> list[Sequence]:
         return [*self.running, *self._ended]
 
     def _end(self, sequence: Sequence) -> None:
