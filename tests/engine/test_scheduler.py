@@ -331,7 +331,7 @@ def test_a_shared_token_is_stored_once():
     ("damage", "message"),
     [
         (lambda s: setattr(s.running[0], "slot", s.running[1].slot), "slots"),
-        (lambda s: s._free_slots.append(0), "slots"),
+        (lambda s: s.free_slots.append(0), "slots"),
         (lambda s: s.running.reverse(), "out of order"),
         (lambda s: setattr(s.running[0], "state", State.WAITING), "should be running"),
         (lambda s: setattr(s.running[0], "computed", 99), "should be running"),
