@@ -19,6 +19,7 @@ from moejax.core.checked import (
     NonNegativeNumber,
     PositiveInt,
     PositiveNumber,
+    Share,
 )
 from moejax.core.errors import ConfigError
 from moejax.core.rope import RopeConfig, yarn_mscale
@@ -498,9 +499,14 @@ class EngineConfig(Checked, section="engine"):
         deterministic: "tiles" computes steps in tiles of `tile_tokens` tokens each, all by one program in
             which no token's numbers depend on the others: log-probabilities are equal to the bit however
             requests were batched, chunked, preempted or found computed, on one machine with one layout and
-            tile.
+            tile. "verified" does so for requests with `SamplingParams.deterministic` alone, after the others'
+            steps have guessed their tokens: those that tiles contradict are dropped (arXiv 2601.17768).
         tile_tokens: tokens of such a tile. Few waste little where few sequences run, many read the weights
             less often.
+        verify_every: tokens of a sequence that are verified at a time under "verified", and told then; 1
+            guesses none, and computes them in tiles at once.
+        verified_share: of the requests that leave `deterministic` open, the share, evenly spread, that
+            "verified" verifies all the same.
         overlap: schedule and launch the next step before the tokens of the last are read.
         retries: how often a request of a failed step is computed again, instead of ending with "error".
         strict_compile: a compilation after warm-up fails the step instead of only being recorded.
@@ -544,8 +550,10 @@ class EngineConfig(Checked, section="engine"):
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     kv_cache_memory_gb: PositiveNumber | None = None
-    deterministic: Literal["none", "tiles"] = "none"
+    deterministic: Literal["none", "tiles", "verified"] = "none"
     tile_tokens: PositiveInt = 8
+    verify_every: PositiveInt = 16
+    verified_share: Share = 0.0
     overlap: bool = True
     retries: NonNegativeInt = 0
     strict_compile: bool = False
@@ -588,6 +596,11 @@ class EngineConfig(Checked, section="engine"):
                 f"engine.speculation.method={self.speculation.method} does not go with engine.{other}, which "
                 "counts one row a sequence; use engine.speculation.method=none"
             )
+
+    @property
+    def most_ahead(self) -> int:
+        """Counts the most tokens that are computed of a sequence before they are known to be its."""
+        return self.verify_every - 1 if self.deterministic == "verified" else self.speculation.most
 
     @property
     def max_rows(self) -> int:

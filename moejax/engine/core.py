@@ -468,9 +468,9 @@ class Engine:
         """Returns a plan's drafts, each of which it tells the request whose first sample it is of."""
         for row, draft in plan.drafts.items():
             owner = plan.decodes[row].owner
-            if owner is not None and owner[1] == 0:
+            if owner is not None and owner[1] == 0 and not draft.tentative:
                 owner[0].output.metrics.verified(len(draft.tokens) - 1, draft.accepted)
-        return plan.drafts.values()
+        return [draft for draft in plan.drafts.values() if not draft.tentative]
 
     def _time(self, step: InFlight, now: float, times: StepTimes) -> None:
         """Takes in the duration of a step that only decoded, by process 0's clock."""

@@ -393,6 +393,7 @@ def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config:
     """Raises `ConfigError` where a token cannot but depend on what else is in the batch."""
     moe, speculation = engine.moe, engine.speculation
     sparse, grouped = any(config.moe_layers), moe.execution == "grouped"
+    verified = engine.deterministic == "verified"
     refusals = {
         "engine.batching=static, which pads": engine.batching == "static",
         "linear attention, whose chunks are computed in one": any(config.linear_layers),
@@ -408,6 +409,10 @@ def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config:
         f"engine.speculation.method={speculation.method}, which drafts in steps of its own": (
             speculation.on_device
         ),
+        f"engine.speculation.method={speculation.method}: it drafts by itself": (
+            verified and speculation.most > 0
+        ),
+        f"parallel.pp={parallel.pp}, whose stages take all steps in one way": verified and parallel.pp > 1,
     }
     for reason, holds in refusals.items():
         if engine.deterministic != "none" and holds:

@@ -225,7 +225,7 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:
     """Returns how many blocks layers with a sliding window have of their own; 0: none."""
     sizes = engine.block_size, engine.max_num_seqs, engine.max_num_batched_tokens, num_blocks
-    return window_blocks(window + engine.speculation.most, *sizes) if window is not None else 0
+    return window_blocks(window + engine.most_ahead, *sizes) if window is not None else 0
 
 
 def cache_blocks(

@@ -91,21 +91,27 @@ def _take_rows(plan: StepPlan, part: StepPlan, rows: Items[int]) -> None:
     part.judged = {i: plan.judged[row] for i, row in enumerate(rows) if row in plan.judged}
 
 
-def tiles_of(plan: Plan, size: int) -> list[Part]:
+def tiles_of(plan: Plan, size: int, verified: bool = False) -> list[Part]:
     """Returns a step's tiles of at most `size` tokens and rows, one after another: the rows that decode, then
     the chunks' tokens. Where more samples start with a chunk than a tile has rows, its last token is computed
-    again for the others."""
+    again for the others.
+
+    Args:
+        verified: only what sequences that are verified get is in tiles. All else is in one part before them.
+    """
     groups = plan.groups
-    cut = [_tiles(group, size) for group in groups]
-    if len(groups) == 1:
-        return with_moves([Part(*mine) for mine in cut[0]], plan)
+    cut = [_tiles(group, size, verified) for group in groups]
     number = max(map(len, cut))
     cut = [mine + [_Cut(StepPlan(tiled=True), [], []) for _ in range(number - len(mine))] for mine in cut]
-    return with_moves([_join([mine[i] for mine in cut], groups) for i in range(number)], plan)
+    first = 0 if any(mine[0].rows for mine in cut) else 1
+    parts = [[mine[i] for mine in cut] for i in range(first, number)]
+    whole = len(groups) == 1
+    return with_moves([Part(*mine[0]) if whole else _join(mine, groups) for mine in parts], plan)
 
 
-def _tiles(plan: StepPlan, size: int) -> list[_Cut]:
-    """Returns one group's tiles."""
+def _tiles(plan: StepPlan, size: int, verified: bool) -> list[_Cut]:
+    """Returns one group's part that is not tiled, and its tiles."""
+    rest = _Cut(StepPlan(), [], [])
     tiles: list[_Cut] = []
 
     def last(full: bool) -> _Cut:
@@ -113,14 +119,24 @@ def _tiles(plan: StepPlan, size: int) -> list[_Cut]:
             tiles.append(_Cut(StepPlan(tiled=True), [], []))
         return tiles[-1]
 
-    decoding = range(len(plan.decodes))
-    for first in decoding[::size]:
+    decoding: list[int] = []
+    for row, sequence in enumerate(plan.decodes):
+        tiled = not verified or (sequence.verified and plan.tells(row))
+        (decoding if tiled else rest.rows).append(row)
+    _take_rows(plan, rest.plan, rest.rows)
+    for number in range(0, len(decoding), size):
         part, rows, _ = last(full=True)
-        rows += decoding[first : first + size]
+        rows += decoding[number : number + size]
         _take_rows(plan, part, rows)
-    row, index = len(decoding), 0
+    row, index = len(plan.decodes), 0
     for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
         start, end, samples = chunk.start, chunk.start + chunk.count, range(row + 1, row + 1 + len(forks))
+        if verified and not chunk.sequence.verified:
+            rest.plan.chunks.append(chunk)
+            rest.plan.forks.append(forks)
+            rest.rows.extend((row, *samples))
+            rest.spans.append((index, chunk.count))
+            start, samples = end, samples[:0]
         while start < end or samples:
             start = min(start, end - 1)
             part, rows, spans = last(not tiles or size <= max(tiles[-1].plan.num_tokens, len(tiles[-1].rows)))
@@ -136,7 +152,7 @@ def _tiles(plan: StepPlan, size: int) -> list[_Cut]:
             spans.append((index + start - chunk.start, take))
             start += take
         row, index = row + 1 + len(forks), index + chunk.count
-    return tiles
+    return [rest, *tiles]
 
 
 def _cut_chunks(plan: StepPlan, parts: list[_Cut]) -> None:

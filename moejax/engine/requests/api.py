@@ -56,6 +56,8 @@ class SamplingParams(Checked, error=RequestError):
         prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`; by
             the model's own distribution: temperature, filters, penalties and biases do not change it.
         n: independent samples of the same prompt; sample i uses seed + i.
+        deterministic: True for log-probabilities that are equal to the bit whatever else runs, which
+            `engine.deterministic` must allow; None leaves it to the engine.
     """
 
     max_tokens: PositiveInt = 16
@@ -80,6 +82,7 @@ class SamplingParams(Checked, error=RequestError):
     prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
     max_time_s: PositiveNumber | None = None
+    deterministic: bool | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1 and not isinstance(self.top_k, bool):

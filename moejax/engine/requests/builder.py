@@ -62,6 +62,7 @@ class RequestBuilder:
         told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn))
         self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
         self.by_tenant = resolved.prefix_cache.share == "tenant"
+        self.engine, self._open = resolved.engine, 0.0
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -112,9 +113,10 @@ class RequestBuilder:
             request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
             adapter = None if option.adapter is None else self.adapters.claim(option.adapter, request)
-            identity = None if self.replay is not None else self.identity(option, adapter)
+            verified = self._verified(params)
+            identity = None if self.replay is not None else self.identity(option, adapter, verified)
             for sequence in request.sequences:
-                sequence.options, sequence.arrival = option, arrival
+                sequence.options, sequence.arrival, sequence.verified = option, arrival, verified
                 sequence.adapter, sequence.identity = adapter, identity
             requests.append(request)
         if self.replay is not None:
@@ -131,10 +133,23 @@ class RequestBuilder:
         if what := next((reason for reason, holds in reasons.items() if holds), None):
             raise RequestError(f"interrupt and resume: here a request's tokens depend on {what}")
 
-    def identity(self, options: RequestOptions, adapter: LoadedAdapter | None) -> Hashable:
+    def identity(self, options: RequestOptions, adapter: LoadedAdapter | None, verified: bool) -> Hashable:
         """Returns what keys and values are shared by, besides tokens (`moejax.cache.prefix`)."""
         tenant = options.tenant if self.by_tenant else ()
-        return tenant if adapter is None else (tenant, adapter.digest)
+        return (tenant, verified) if adapter is None else (tenant, verified, adapter.digest)
+
+    def _verified(self, params: SamplingParams) -> bool:
+        """Tells whether a request's tokens are verified; every so many-th of those that leave it open."""
+        kind, asked = self.engine.deterministic, params.deterministic
+        if asked and kind == "none":
+            raise RequestError(
+                "deterministic=True asks for what engine.deterministic=none does not promise; open the "
+                "engine with engine.deterministic=verified, or tiles for all requests"
+            )
+        if asked is None:
+            before, self._open = self._open, self._open + self.engine.verified_share
+            asked = int(self._open + 1e-9) > int(before + 1e-9)
+        return asked and kind == "verified"
 
     def model_of(self, request: RequestState) -> str:
         """Returns what a request's model is, its adapter included."""

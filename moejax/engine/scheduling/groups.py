@@ -19,6 +19,7 @@ from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
+from moejax.engine.scheduling.verification import Verification
 
 
 class GroupedBlocks:
@@ -176,8 +177,14 @@ def scheduler_of(
             policy,
             WindowAllocator(window[1], config.block_size, window[0]) if window else None,
             SwapSpace(config.preemption, slots, swapped),
-            Speculation(config.speculation) if config.speculation.most else None,
+            _speculation(config),
         )
         for _ in range(groups)
     ]
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    if config.deterministic == "verified":
+        return Verification(config.verify_every)
+    return Speculation(config.speculation) if config.speculation.most else None

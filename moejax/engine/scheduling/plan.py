@@ -40,10 +40,11 @@ UNKNOWN = -1
 @dataclass(slots=True)
 class Draft:
     """The token that a row decodes before it is known, the last of `tokens`, which follow the sequence's;
-    `accepted` once they are, and were right."""
+    `accepted` once they are, and were right. What the row of a `tentative` one samples is to be verified."""
 
     tokens: tuple[int, ...]
     accepted: bool = False
+    tentative: bool = False
 
     @property
     def token(self) -> int:
@@ -104,6 +105,10 @@ class StepPlan:
             rows.append(chunk.sequence)
             rows.extend(forks)
         return rows
+
+    def tells(self, row: int) -> bool:
+        """Tells whether a decoding row samples what its sequence gets, if the drafts before it are right."""
+        return row not in self.drafts or not self.drafts[row].tentative
 
     def placed(self) -> list[tuple[int, Sequence, int]]:
         """Returns the row, sequence and position of every token, decoded ones before chunks'."""

@@ -153,9 +153,10 @@ class Scheduler:
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
             budget -= self._begin(first, plan, budget)
         self._fork(plan)
-        # Beside a prompt drafts would cost more, and steps in as many more shapes; they preempt nobody.
-        if self.speculation is not None and not plan.chunks and plan.preempted == before:
-            self.speculation.draft(plan, budget, self.allocator, self.windows)
+        # They preempt nobody.
+        speculation = self.speculation if plan.preempted == before else None
+        if speculation is not None and (speculation.beside_prompts or not plan.chunks):
+            speculation.draft(plan, budget, self.allocator, self.windows)
         if plan.decodes or plan.chunks:
             plan.saves = self.take_saves()
             return plan
@@ -193,11 +194,14 @@ class Scheduler:
         for row, sequence in plan.sampling_rows():
             if sequence.state is State.FINISHED:
                 continue
+            if not plan.tells(row):
+                sequence.tentative.append(tokens[row])
+                continue
             if speculation is None or row not in plan.drafts:
                 sequence.pending -= 1
             elif not speculation.accept(plan, row):
                 continue
-            sequence.tokens.append(tokens[row])
+            sequence.append(tokens[row])
             taken.append((row, sequence))
             if self.policy.charges:
                 self.policy.sampled(sequence)
@@ -271,6 +275,7 @@ class Scheduler:
         self.swap.out(sequence, self.allocator.block_size)
         self._leave(sequence)
         sequence.computed = sequence.cached = 0
+        sequence.tentative = []
         sequence.preemptions += 1
         self._enqueue(sequence)
 
@@ -296,12 +301,16 @@ class Scheduler:
         """Adds one token of every sequence that decodes, oldest first; returns what is left of the budget."""
         index, running = 0, self.running
         decodes, positions, append = plan.decodes, plan.positions, self.allocator.append
+        tentative = self.speculation.tentative if self.speculation else None
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
             if not decodes_next(sequence):
                 continue
             position = sequence.computed
+            draft = tentative(sequence) if tentative else None
+            if draft is not None:
+                position += len(sequence.tentative)
             try:
                 copy = append(sequence.blocks, position)
             except OutOfBlocks:
@@ -312,11 +321,15 @@ class Scheduler:
             if copy is not None:
                 plan.copies.append(copy)
             if self.windows is not None:
-                plan.window_copies += self.windows.slide(sequence.window_blocks, position, position + 1)
+                seen_from = sequence.computed
+                plan.window_copies += self.windows.slide(sequence.window_blocks, seen_from, position + 1)
+            if draft is not None:
+                plan.drafts[len(decodes)] = draft
+            else:
+                sequence.computed = position + 1
+                sequence.pending += 1
             decodes.append(sequence)
             positions.append(position)
-            sequence.computed = position + 1
-            sequence.pending += 1
             budget -= 1
         return budget
 

@@ -54,6 +54,9 @@ class Sequence:
         group: data-parallel group that it belongs to.
         biases: what is added to its logits.
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
+        verified: its tokens are told once tiles have computed them (`moejax.engine.scheduling.verification`).
+        tentative: tokens that follow its own, to be verified, and whose keys and values, but for the last's,
+            lie in its blocks.
         adapter: its LoRA adapter, which has a `slot` (`moejax.engine.adapters`); None: the model as it is.
         identity: what its keys and values depend on besides its tokens; None: they are its own, and neither
             remembered nor looked up (`moejax.cache.prefix`).
@@ -85,6 +88,8 @@ class Sequence:
     record: bool = False
     biases: Collection[Bias] = ()
     mode: Any = None
+    verified: bool = False
+    tentative: list[int] = field(default_factory=list)
     adapter: Any = None
     identity: Hashable | None = None
     not_looked_up: str | None = None
@@ -122,6 +127,12 @@ class Sequence:
     def samples(self) -> int:
         """Slots it needs to run: one for itself, one for each fork still to come."""
         return 1 + len(self.forks)
+
+    def append(self, token: int) -> None:
+        """Takes a token that was sampled. Tentative ones stay as long as they agree."""
+        self.tokens.append(token)
+        if self.tentative:
+            self.tentative = self.tentative[1:] if self.tentative[0] == token else []
 
     def __repr__(self) -> str:
         return (

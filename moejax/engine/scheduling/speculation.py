@@ -46,9 +46,11 @@ class Proposer(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note that a sequence has ended."""
+        return
 
     def forget(self) -> None:
         """Forgets the sequences that have ended."""
+        return
 
 
 class History:
@@ -172,8 +174,10 @@ class Speculation:
     Args:
         proposer: where drafts come from; None: what `config` names.
 
-    With `utility` drafts are judged whether they are computed or not, and are computed where that pays.
+    Drafts stand beside prompts where `beside_prompts`. With `utility` drafts are judged whether they are computed or not, and are computed where that pays.
     """
+
+    beside_prompts = False  # they would cost more, and steps in as many more shapes
 
     def __init__(self, config: SpeculationConfig, proposer: Proposer | None = None) -> None:
         self.config = config
@@ -194,6 +198,10 @@ class Speculation:
             return False
         decode = all(s.length - s.computed == 1 and not s.forks for s in sequences)
         return decode and any(map(self.depth, sequences))
+
+    def tentative(self, sequence: Sequence) -> Draft | None:
+        """Returns what the next row of a sequence decodes if what it samples is to be verified, else None."""
+        return None
 
     def draft(
         self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
@@ -263,7 +271,7 @@ class Speculation:
 
     def take_back(self, plan: StepPlan) -> None:
         """Has a plan's drafts count as neither computed nor sampled, until they are found to be right."""
-        for row in plan.drafts:
+        for row in filter(plan.tells, plan.drafts):
             if plan.decodes[row].state is not State.FINISHED:
                 plan.decodes[row].computed -= 1
                 plan.decodes[row].pending -= 1
@@ -278,5 +286,5 @@ class Speculation:
     def give_back(self, plan: StepPlan, allocator: BlockAllocator) -> None:
         """Frees the blocks that drafts took and no token needs."""
         for row in plan.drafts:
-            if plan.decodes[row].state is State.RUNNING:
+            if plan.decodes[row].state is State.RUNNING and not plan.decodes[row].tentative:
                 allocator.shrink(plan.decodes[row].blocks, plan.decodes[row].computed)

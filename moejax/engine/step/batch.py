@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.cache.segments import SegmentLayout
+from moejax.engine.pipeline.microbatches import tiles_of
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, Plan, StepPlan
@@ -203,6 +204,11 @@ class BatchBuilder:
     def key(self, plan: Plan) -> StepKey:
         """Returns the least bucket that holds a plan."""
         return self.common([self._key(group, self._tables(group)) for group in plan.groups])
+
+    def parts(self, plan: Plan) -> list[Plan]:
+        """Returns the plans that a plan is computed as: its tiles, where there are any."""
+        tile = self.limits.tile
+        return [part.plan for part in tiles_of(plan, tile, self.limits.verified)] if tile else [plan]
 
     def build(self, plan: Plan, key: StepKey | None = None) -> tuple[StepKey, np.ndarray]:
         """Returns the bucket and the int32 buffer of a plan; data-parallel groups' buffers follow each other,

@@ -77,7 +77,7 @@ class PlannedSteps:
     def reset(self) -> None: ...
 
     def launch(self, plan: Plan) -> StepResult:
-        self.keys |= dict.fromkeys(map(self.builder.key, (*draft_plans(plan), plan)))
+        self.keys |= dict.fromkeys(map(self.builder.key, (*draft_plans(plan), *self.builder.parts(plan))))
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
     def save(self, plan: Plan) -> None: ...
@@ -125,8 +125,8 @@ class BucketRunner(ABC):
         self.config = config
         self.store_slots = store_slots
         self.groups = place.groups
-        tile = config.tile_tokens if config.deterministic == "tiles" else 0
-        self._one_segment = kernels != "xla" or tile > 0
+        tile = config.tile_tokens if config.deterministic != "none" else 0
+        self._one_segment = kernels != "xla" or config.deterministic == "tiles"
         self.cache = cache
         self.buckets = self._all_buckets(cache.num_blocks)
         kv_heads, queries = model.num_kv_heads // place.axes.size(place.axes.kv), MOST_QUERIES
@@ -151,6 +151,7 @@ class BucketRunner(ABC):
             adapters=config.adapters.slots,
             drafter=config.speculation if config.speculation.on_device else None,
             tile=tile,
+            verified=config.deterministic == "verified",
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
@@ -272,10 +273,11 @@ class BucketRunner(ABC):
             records = (True,)
         scored = self.builder.warm_prompt_logprobs
         options = itertools.product(reachable, owners, modes, records, scored)
+        keys = []
         if self.limits.tile:
             keys = [self.builder.tile(*given) for given in itertools.product(modes, records, scored)]
-        else:
-            keys = [
+        if self.limits.verified or not self.limits.tile:
+            keys += [
                 StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
                 for (rows, tokens, segments), sharing, mode, recorded, count in options
                 if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)

@@ -187,7 +187,8 @@ class DeviceRunner(BucketRunner):
             drafter._run(*build.build(plan, build.following(build.key(plan))))
         if not self.limits.tile:
             return self._launched(plan)
-        tiles = [(part, self._launched(part.plan)) for part in tiles_of(plan, self.limits.tile)]
+        parts = tiles_of(plan, self.limits.tile, self.limits.verified)
+        tiles = [(part, self._launched(part.plan)) for part in parts]
         return LaunchedTiles(tiles, len(plan.sequences), plan.chunk_tokens)
 
     def _launched(self, plan: Plan) -> Launched:

@@ -79,6 +79,7 @@ class Limits(NamedTuple):
         adapters: slots of LoRA adapters.
         drafter: how drafts are made on the device; None: they are not.
         tile: tokens of a tile, where steps are computed in these (`engine.deterministic`); 0: they are not.
+        verified: only what verified sequences get is computed in tiles.
     """
 
     slots: int
@@ -98,6 +99,7 @@ class Limits(NamedTuple):
     adapters: int = 0
     drafter: SpeculationConfig | None = None
     tile: int = 0
+    verified: bool = False
 
     @property
     def places(self) -> int:
