@@ -28,7 +28,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.speculation", "layers",
         lambda c: c.engine.speculation.method != "self_layers", "for method=self_layers"),
     ("engine.speculation", "draft", lambda c: c.engine.speculation.method != "draft", "for method=draft"),
-    ("engine", "tile_tokens", lambda c: c.engine.deterministic == "none", "for deterministic=tiles or verified"),
+    ("engine", "tile_tokens", lambda c: c.engine.deterministic == "none", "nothing is tiled"),
     ("engine", "verify_every verified_share",
         lambda c: c.engine.deterministic != "verified", "for deterministic=verified"),
     ("engine.moe", "capacity_factor overflow",

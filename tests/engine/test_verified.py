@@ -118,7 +118,11 @@ LIMITS = {
     "overlapped": Limits(k=3, num_blocks=128, overlap=True),
     "scarce": Limits(k=4, num_blocks=16, max_num_seqs=5, max_num_batched_tokens=12),
     "scarce_prefixes": Limits(
-        k=6, num_blocks=14, max_num_seqs=6, max_num_batched_tokens=14, prefixes=PrefixCacheConfig(enabled=True)
+        k=6,
+        num_blocks=14,
+        max_num_seqs=6,
+        max_num_batched_tokens=14,
+        prefixes=PrefixCacheConfig(enabled=True),
     ),
     "swapping": Limits(
         k=4, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=14, preemption="swap", swap_slots=64
@@ -283,8 +287,10 @@ def test_routing_is_of_what_was_told() -> None:
     expected = run(llm, EVERY, params)
     trace = llm.routing_capture()
     places = set(zip(trace.request.tolist(), trace.position.tolist(), strict=True))
-    assert len(places) == len(trace.position) == sum(
-        len(prompt) + each.max_tokens - 1 for prompt, each in zip(PROMPTS, params, strict=True)
+    assert (
+        len(places)
+        == len(trace.position)
+        == sum(len(prompt) + each.max_tokens - 1 for prompt, each in zip(PROMPTS, params, strict=True))
     )
     llm.replay_routing(trace)
     assert run(llm, EVERY, params) == expected
@@ -334,7 +340,12 @@ def test_who_asks() -> None:
     [
         ({"batching": "static"}, None, TWO_LAYERS, "engine.batching=static"),
         ({}, None, TWO_LAYERS.replace(**LINEAR), "linear attention"),
-        ({"speculation": SpeculationConfig(method="ngram", k=2)}, None, TWO_LAYERS, "method=ngram: it drafts"),
+        (
+            {"speculation": SpeculationConfig(method="ngram", k=2)},
+            None,
+            TWO_LAYERS,
+            "method=ngram: it drafts",
+        ),
         ({}, ParallelConfig(pp=2), TWO_LAYERS, "parallel.pp=2"),
     ],
 )

@@ -174,7 +174,8 @@ class Speculation:
     Args:
         proposer: where drafts come from; None: what `config` names.
 
-    Drafts stand beside prompts where `beside_prompts`. With `utility` drafts are judged whether they are computed or not, and are computed where that pays.
+    Drafts stand beside prompts where `beside_prompts`. With `utility` drafts are judged whether they are
+    computed or not, and are computed where that pays.
     """
 
     beside_prompts = False  # they would cost more, and steps in as many more shapes
