@@ -3,11 +3,11 @@
     tokens       p p o o                 told: keys and values of all but the newest are of tiles
     tentative            t t t           sampled in steps that depend on the batch, one after another
     rows of tiles      o t t t           at once, once there are enough, or one may be the last
-    sampled            t t x .           told: three tokens; the fourth row's is dropped with the tentative ones
+    sampled            t t x .           told: three tokens; what the fourth row samples is dropped
 
-Tiles sample with the noise of plain decoding, as drafts' rows do (`moejax.engine.scheduling.speculation`): what
-is told are their tokens and log-probabilities, and the keys and values that they have written over the
-tentative ones (LLM-42, arXiv 2601.17768).
+Tiles sample with the noise of plain decoding, as drafts' rows do (`moejax.engine.scheduling.speculation`):
+what is told are their tokens and log-probabilities, and the keys and values that they have written over the
+tentative ones are what counts (LLM-42, arXiv 2601.17768).
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Tentative(Proposer):
 
 
 class Verification(Speculation):
-    """Drafts the tentative tokens of the sequences that are verified, of which a row in tiles tells the next.
+    """Drafts the tentative tokens of the sequences that are verified; a row in tiles tells what follows each.
 
     Args:
         rows: of a verification, at most.
