@@ -26,7 +26,7 @@ TILE = 4
 
 
 class TilingDevice(FakeDevice):
-    """Stores for verified sequences, in steps that are no tiles, what the others' steps would: not the same."""
+    """Stores something else for verified sequences in steps that are no tiles."""
 
     tiled = False
 
