@@ -187,7 +187,7 @@ def test_that_a_guess_which_is_kept_is_found() -> None:
         engine.drain()
 
 
-# -- on the model ------------------------------------------------------------------------------------------------
+# -- on the model -------------------------------------------------------------------------------------------
 
 ASKED = [i for i in EVERY if i % 3 != 1]
 VERIFIED: dict[str, Any] = {"deterministic": "verified", "verify_every": 4}
