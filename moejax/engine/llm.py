@@ -487,7 +487,7 @@ class LLM:
                 longest = max([longest, *(s.max_length for r in requests for s in r.sequences)])
                 planning_engine(self._resolved, self.runner.cache, steps).run(requests)
             self.runner.compile_ahead(steps.keys)
-            if self.engine.adaptive is not None or self.engine_config.speculation.most:
+            if self.engine.adaptive is not None or self.engine_config.most_ahead:
                 asked = [p for _, params in batches for p in params]
                 self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 

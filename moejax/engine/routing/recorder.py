@@ -100,7 +100,8 @@ class RoutingRecorder:
             places: what `places` gave.
         """
         self._pending.append(_Pending(self._steps - 1, plan, rows, ids, weights, places))
-        if len(self._pending) > LAG:
+        # Not of a step whose drafts nobody has judged yet, however many parts it has.
+        while len(self._pending) > LAG and self._pending[0].step < self._steps - 1:
             self._read(self._pending.popleft())
 
     def trace(self) -> RoutingCapture:
