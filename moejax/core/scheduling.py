@@ -17,7 +17,7 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
-Drafts = Literal["none", "ngram", "suffix", "self_experts", "self_layers", "draft"]
+Drafts = Literal["none", "ngram", "suffix", "forced", "self_experts", "self_layers", "draft"]
 Depth = Literal["fixed", "utility"]
 Acceptance = Literal["coupled", "rejection"]
 Buckets = Annotated[
@@ -179,7 +179,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     Attributes:
         method: where drafts come from. "ngram" repeats what followed the newest tokens where the same
             sequence had them before (prompt lookup decoding); "suffix" what followed them most often, in the
-            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975). The model itself
+            sequence and in what the engine has put out (SuffixDecoding, arXiv 2411.04975); "forced" what the
+            request's grammar leaves no choice of (`SamplingParams.structured_outputs`). The model itself
             drafts token by token on its own cache with "self_experts", sending each to fewer experts, and
             with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). With "draft"
             another model does, whose cache follows the model's; "none" drafts nothing.

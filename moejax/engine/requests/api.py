@@ -16,7 +16,7 @@ from moejax.core.checked import (
     Seed,
     Share,
 )
-from moejax.core.errors import RequestError
+from moejax.core.errors import RequestError, unknown
 
 FinishReason = Literal["stop", "length", "time", "interrupt", "abort", "error"]
 """A stop token or string; `max_tokens` or the longest sequence; `max_time_s`; `LLM.interrupt`; given up by
@@ -27,6 +27,20 @@ Text = Annotated[str, Must(bool, "a string that is not empty")]
 Strings = Annotated[tuple[Text, ...] | list[str] | str, Must(lambda _: True, "a string or a list of strings")]
 Likeliest = Annotated[int, Must(lambda n: 0 <= n <= 1024, "an integer between 0 and 1024")]
 Penalty = Annotated[float, Must(lambda x: -2 <= x <= 2, "a number in [-2, 2]")]
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, str) and v for v in value)
+
+
+STRUCTURES: dict[str, Must] = {
+    "json": Must(lambda x: isinstance(x, (dict, str)), "a JSON schema, as an object or as text"),
+    "json_object": Must(lambda x: x is True, "true"),
+    "regex": Must(lambda x: isinstance(x, str), "a regular expression"),
+    "choice": Must(_texts, "a list of texts that are not empty"),
+    "grammar": Must(lambda x: isinstance(x, str), "a Lark or GBNF grammar"),
+}
+"""Keys of `SamplingParams.structured_outputs`, and their values."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,10 @@ class SamplingParams(Checked, error=RequestError):
         prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`; by
             the model's own distribution: temperature, filters, penalties and biases do not change it.
         n: independent samples of the same prompt; sample i uses seed + i.
+        structured_outputs: what the whole output must be, by one key: `json` (a schema), `json_object` (any
+            object), `regex`, `choice` (one of several texts) or `grammar`. What ends with "stop" is that; by
+            `llguidance` (`pip install 'moejax[structured]'`).
+        allowed_token_ids: the only tokens that may be generated; None for all.
         deterministic: True for log-probabilities that are equal to the bit whatever else runs, which
             `engine.deterministic` must allow; None leaves it to the engine.
     """
@@ -82,6 +100,8 @@ class SamplingParams(Checked, error=RequestError):
     prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
     max_time_s: PositiveNumber | None = None
+    structured_outputs: dict[str, Any] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[NonNegativeInt, ...] | list[int] | None = None
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +117,28 @@ class SamplingParams(Checked, error=RequestError):
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
         object.__setattr__(self, "logit_bias", biases)
+        if self.structured_outputs:
+            self._check_structure()
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty: nothing could be generated; null allows all")
+
+    def _check_structure(self) -> None:
+        for key, value in self.structured_outputs.items():
+            if key not in STRUCTURES:
+                raise RequestError(f"structured_outputs: {unknown('key', str(key), STRUCTURES)}")
+            if not STRUCTURES[key].test(value):
+                raise RequestError(f"structured_outputs.{key} must be {STRUCTURES[key].words}, got {value!r}")
+        if len(self.structured_outputs) > 1:
+            keys = ", ".join(self.structured_outputs)
+            raise RequestError(f"structured_outputs takes one key, got {keys}")
+        others = {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens, "bad_words": self.bad_words}
+        if other := next((name for name, value in others.items() if value), None):
+            raise RequestError(f"structured_outputs does not go with {other}: it says where outputs end")
+
+    @property
+    def constrained(self) -> bool:
+        """Tells whether some tokens may not be generated."""
+        return bool(self.structured_outputs) or self.allowed_token_ids is not None
 
     @property
     def greedy(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from moejax.cache.allocator import BlockAllocator
 from moejax.core.errors import RequestError, unknown
 from moejax.engine.adapters import Adapters, LoadedAdapter
+from moejax.engine.grammar import Constraints
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.requests.api import (
     Checkpoint,
@@ -63,6 +64,7 @@ class RequestBuilder:
         self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
         self.by_tenant = resolved.prefix_cache.share == "tenant"
         self.engine, self._open = resolved.engine, 0.0
+        self.constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
         self._orders = itertools.count()
 
@@ -221,11 +223,17 @@ class RequestBuilder:
                 f"{name} has {len(ids)} tokens; with at least one to generate that is over the limit "
                 f"of {self.max_model_len} (engine.max_model_len)"
             )
+        if params.structured_outputs and self.whole_in is not None:
+            raise RequestError("structured_outputs does not go with engine.batching=static; use continuous")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, and this model has none; use logit_bias")
-        for key, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for key, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
             if strange := [token for token in tokens if not 0 <= token < self.vocab_size]:
                 raise RequestError(
                     f"{name}: {key} has {strange[0]}, out of range; the vocabulary is "
@@ -243,6 +251,7 @@ class RequestBuilder:
             unasked = "prompt_logprobs"
         if self.replay is not None:
             unasked = "replayed routing"
+        constraints = self.constraints.make(params.structured_outputs, params.allowed_token_ids, params.n)
         samples = [
             Sequence(
                 tokens=list(ids),
@@ -256,9 +265,10 @@ class RequestBuilder:
                 prompt_logprobs=self.logprobs_size(None if n else params.prompt_logprobs),
                 biases=biases,
                 mode=mode,
+                constraint=constraint,
                 not_looked_up=unasked,
             )
-            for n in range(params.n)
+            for n, constraint in enumerate(constraints)
         ]
         most = self.max_num_seqs
         if self.whole_in is not None:
@@ -321,6 +331,7 @@ class RequestBuilder:
             logprobs=self.logprobs_size(params.logprobs),
             biases=1 << (len(biases) - 1).bit_length() if biases else 0,
             rejection=self.rejection and not (params.greedy or params.penalized),
+            masked=params.constrained,
         )
 
     def logprobs_size(self, count: int | None) -> int:

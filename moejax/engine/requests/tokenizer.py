@@ -79,6 +79,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def to_json(self) -> str:
+        """Returns it as `tokenizer.json` has it."""
+        return self._tokenizer.to_str()
+
     @property
     def vocab_size(self) -> int:
         """Number of entries, added tokens included."""

@@ -110,6 +110,10 @@ class StepPlan:
         """Tells whether a decoding row samples what its sequence gets, if the drafts before it are right."""
         return row not in self.drafts or not self.drafts[row].tentative
 
+    def known(self, row: int, sequence: Sequence) -> list[int]:
+        """Returns the tokens of a row's sequence, its drafts up to this row's included."""
+        return [*sequence.tokens, *self.drafts[row].tokens] if row in self.drafts else sequence.tokens
+
     def placed(self) -> list[tuple[int, Sequence, int]]:
         """Returns the row, sequence and position of every token, decoded ones before chunks'."""
         tokens = list(zip(range(len(self.decodes)), self.decodes, self.positions, strict=True))

@@ -21,7 +21,7 @@ from moejax.core.errors import RequestError
 from moejax.engine.scheduling.integrity import check_scheduler
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
-from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason
+from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason, needs_host
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.swap import SwapSpace
 
@@ -305,7 +305,7 @@ class Scheduler:
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
-            if not decodes_next(sequence):
+            if not decodes_next(sequence) or needs_host(sequence):
                 continue
             position = sequence.computed
             draft = tentative(sequence) if tentative else None

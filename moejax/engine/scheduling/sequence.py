@@ -57,6 +57,7 @@ class Sequence:
         verified: its tokens are told once tiles have computed them (`moejax.engine.scheduling.verification`).
         tentative: tokens that follow its own, to be verified, and whose keys and values, but for the last's,
             lie in its blocks.
+        constraint: what its tokens must be of (`moejax.engine.grammar`); None: anything.
         adapter: its LoRA adapter, which has a `slot` (`moejax.engine.adapters`); None: the model as it is.
         identity: what its keys and values depend on besides its tokens; None: they are its own, and neither
             remembered nor looked up (`moejax.cache.prefix`).
@@ -88,6 +89,7 @@ class Sequence:
     record: bool = False
     biases: Collection[Bias] = ()
     mode: Any = None
+    constraint: Any = None
     verified: bool = False
     tentative: list[int] = field(default_factory=list)
     adapter: Any = None
@@ -145,6 +147,11 @@ def end_reason(sequence: Sequence) -> FinishReason | None:
     if sequence.tokens[-1] in sequence.stop_ids:
         return "stop"
     return sequence.limit_reason if len(sequence.tokens) >= sequence.max_length else None
+
+
+def needs_host(sequence: Sequence) -> bool:
+    """Tells whether the host must read its newest token before another can be sampled."""
+    return bool(sequence.pending) and sequence.constraint is not None and sequence.constraint.needs_host
 
 
 def decodes_next(sequence: Sequence) -> bool:

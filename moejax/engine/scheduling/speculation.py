@@ -154,7 +154,19 @@ class OnDevice(Proposer):
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         # Of what must stand before a biased token the device compares the newest alone.
+        if sequence.constraint is not None and sequence.constraint.needs_host:
+            return []
         return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
+
+
+class ForcedProposer(Proposer):
+    """Drafts what a grammar leaves no choice of (`moejax.engine.grammar`)."""
+
+    def __init__(self, config: SpeculationConfig) -> None: ...
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        output = sequence.tokens[sequence.prompt_len :]
+        return sequence.constraint.forced(output, most) if sequence.constraint is not None else []
 
 
 _END = -1  # no token: what follows it is another output
@@ -162,6 +174,7 @@ _END = -1  # no token: what follows it is another output
 PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
+    "forced": ForcedProposer,
     "self_experts": OnDevice,
     "self_layers": OnDevice,
     "draft": OnDevice,

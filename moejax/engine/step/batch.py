@@ -54,6 +54,7 @@ class Batch(NamedTuple):
         window: the same of layers with a sliding window, where these have blocks of their own.
         sampling: the rows' parameters, None for a greedy step without penalties.
         bias_token, bias_value, bias_if: int32 `[S, N]`, see `add_biases`; only with biases.
+        mask: int32 `[S, ceil(V / 32)]`, a bit for each token that a row may sample; only with `mode.masked`.
         draft: int32 `[S]`, the draft that a row's token is to be, as in `token`, or -1 for none; only with
             `mode.rejection`.
         chunk_row: int32 `[T]`, row of each chunk token; with `fresh` `[S]` (1: a row has seen nothing before
@@ -80,6 +81,7 @@ class Batch(NamedTuple):
     bias_token: jax.Array | None
     bias_value: jax.Array | None
     bias_if: jax.Array | None
+    mask: jax.Array | None
     draft: jax.Array | None
     chunk_row: jax.Array | None
     fresh: jax.Array | None
@@ -118,6 +120,8 @@ def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int
         shapes["chunk_row"] = (T or S,)
     if key.mode.biases:
         shapes |= dict.fromkeys(("bias_token", "bias_value", "bias_if"), (S, key.mode.biases))
+    if key.mode.masked:
+        shapes["mask"] = (S, limits.mask_words)
     if key.mode.rejection:
         shapes["draft"] = (S,)
     if key.prompt_logprobs >= 0:
@@ -309,6 +313,8 @@ class BatchBuilder:
             _fill_seen(views, plan)
         if key.mode.biases:
             _fill_biases(views, plan)
+        if key.mode.masked:
+            _fill_masks(views["mask"], plan)
         if self.limits.adapters:
             self._adapters(views["adapter"], plan, first)
         if key.mode.rejection:
@@ -456,7 +462,7 @@ def _fill_biases(views: dict[str, np.ndarray], plan: StepPlan) -> None:
     for row, s in plan.sampling_rows():
         decodes, column = row < len(plan.decodes), 0
         end = plan.positions[row] if decodes else len(s.tokens)
-        known = [*s.tokens, *plan.drafts[row].tokens] if row in plan.drafts else s.tokens
+        known = plan.known(row, s)
         number = end + 2 - s.prompt_len if decodes else s.generated  # of the token that it samples
         for token, value, after, until in s.biases:
             condition = -1
@@ -467,6 +473,15 @@ def _fill_biases(views: dict[str, np.ndarray], plan: StepPlan) -> None:
                 views["bias_token"][row, column], values[row, column] = token, value
                 views["bias_if"][row, column] = condition
                 column += 1
+
+
+def _fill_masks(mask: np.ndarray, plan: StepPlan) -> None:
+    """Fills in which tokens each row may sample: all, where nothing is said."""
+    mask[:] = -1
+    for row, s in plan.sampling_rows():
+        if s.constraint is not None:
+            end = plan.positions[row] + 1 if row < len(plan.decodes) else len(s.tokens)
+            mask[row] = s.constraint.words(plan.known(row, s)[s.prompt_len : end])
 
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -152,6 +152,7 @@ class BucketRunner(ABC):
             drafter=config.speculation if config.speculation.on_device else None,
             tile=tile,
             verified=config.deterministic == "verified",
+            mask_words=-(-model.vocab_size // 32),
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups

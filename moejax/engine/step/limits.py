@@ -79,6 +79,7 @@ class Limits(NamedTuple):
         adapters: slots of LoRA adapters.
         drafter: how drafts are made on the device; None: they are not.
         tile: tokens of a tile, where steps are computed in these (`engine.deterministic`); 0: they are not.
+        mask_words: 32-bit words of a row's mask, a bit for each token of the vocabulary.
         verified: only what verified sequences get is computed in tiles.
     """
 
@@ -100,6 +101,7 @@ class Limits(NamedTuple):
     drafter: SpeculationConfig | None = None
     tile: int = 0
     verified: bool = False
+    mask_words: int = 0
 
     @property
     def places(self) -> int:

@@ -233,7 +233,7 @@ def finish(
     draft = batch.draft
     if draft is not None:
         draft = jnp.where(draft == -1, -1, known_tokens(draft, state.last))
-    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased, draft)
+    sampled = sample(logits, batch.sampling, batch.step, rows, key.mode, biased, draft, batch.mask)
     prompt = None
     if key.prompt_logprobs >= 0:
         assert batch.target is not None

@@ -19,7 +19,8 @@ from moejax.engine.requests.api import Logprob, SamplingParams
 class SamplerMode(NamedTuple):
     """The sampler's work for a batch: part of a step's compile key, so that greedy decoding pays for nothing
     else. `logprobs` is the number of likeliest tokens to report, -1 for no log-probabilities; `biases` the
-    most entries that a row has; with `rejection` rows judge drafts, see `draw_or_keep`."""
+    most entries that a row has; with `rejection` rows judge drafts, see `draw_or_keep`; with `masked` there
+    are tokens that they may not sample."""
 
     greedy: bool = True
     filters: bool = False
@@ -27,6 +28,7 @@ class SamplerMode(NamedTuple):
     logprobs: int = -1
     biases: int = 0
     rejection: bool = False
+    masked: bool = False
 
 
 class SamplingArrays(NamedTuple):
@@ -96,6 +98,7 @@ def sample(
     mode: SamplerMode,
     biased: jax.Array | None = None,
     draft: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> Sampled:
     """Chooses one token a row.
 
@@ -107,6 +110,7 @@ def sample(
         biased: float32 `[B, V]`, logits to choose by; None: `logits`, of which log-probabilities are told.
         draft: int32 `[B]`, the token that the next row of the same sequence decodes, -1 for none; needed only
             under `mode.rejection`.
+        mask: int32 `[B, ceil(V / 32)]`, a bit for each token that may be chosen; only under `mode.masked`.
     """
     scores = logits if biased is None else biased
     if mode.penalty:
@@ -115,6 +119,10 @@ def sample(
         times = seen // 2
         scores -= times.astype(scores.dtype) * arrays.frequency_penalty[:, None]
         scores -= jnp.where(times > 0, arrays.presence_penalty[:, None], 0.0)
+    if mode.masked:
+        assert mask is not None
+        bits = mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None] & 1
+        scores = jnp.where(bits.reshape(len(mask), -1)[:, : scores.shape[-1]] != 0, scores, -jnp.inf)
     tokens = first_argmax(scores)
     if not mode.greedy:
         assert arrays is not None
