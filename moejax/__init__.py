@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
+    from moejax.engine.search import BeamSearchParams, beam_search
 
 _HOMES = {
     "LLM": "moejax.engine.llm",
@@ -27,6 +28,8 @@ _HOMES = {
     "RequestOutput": "moejax.engine.requests.api",
     "RequestOptions": "moejax.engine.requests.api",
     "Checkpoint": "moejax.engine.requests.api",
+    "BeamSearchParams": "moejax.engine.search",
+    "beam_search": "moejax.engine.search",
     "load_pretrained": "moejax.checkpoint.hf",
     "save_pretrained": "moejax.checkpoint.hf",
     "AdaptersConfig": "moejax.core.adapters",
@@ -48,6 +51,7 @@ __all__ = [
     "LLM",
     "AdaptersConfig",
     "AdaptiveBatchingConfig",
+    "BeamSearchParams",
     "Checkpoint",
     "EngineConfig",
     "ModelConfig",
@@ -64,6 +68,7 @@ __all__ = [
     "SpeculationConfig",
     "Tenant",
     "__version__",
+    "beam_search",
     "load_pretrained",
     "save_pretrained",
 ]

@@ -2,6 +2,7 @@
 
 - words: `python -m experiments.compare A B` is `runs=["A","B"]`
 - named sections: `workload.mix.chat.share=2` adds a section "chat", which Hydra wants written as a whole
+- tables: `sampling.structured_outputs.regex=[0-9]+` adds an entry, which Hydra wants a `+` before
 - variants: `ab.variants.fast=[engine.overlap=true]`, whose items hold an `=`, gets them quoted
 - shell completion for `python -m experiments.NAME`; Hydra's own knows only `python script.py`
 """
@@ -22,6 +23,7 @@ _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "
 MULTIRUN = ("-m", "--multirun")
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
 _VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation)\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
+_TABLE = re.compile(r"sampling\.(structured_outputs|logit_bias)\b.*=.*", re.DOTALL)
 _NAMED = re.compile(
     r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix|simulate\.fleets)"
     r"\.(\w+)\.([\w.]+)=(.*)",
@@ -63,6 +65,8 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
             for key in reversed([name, *keys.split(".")]):
                 value = f"{{{key}:{value}}}"
             rest.append(f"+{section}={value}")
+        elif _TABLE.fullmatch(argument):
+            rest.append(f"++{argument}")
         else:
             (flags if flagged else rest).append(argument)
         before = argument

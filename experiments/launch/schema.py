@@ -26,7 +26,7 @@ from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.checkpoint.directory import read_raw_config, reduced_shape
 from moejax.core.checked import Among, Checked, Must, PositiveInt, Seed
 from moejax.core.config import DTYPES, EngineConfig
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, os_errors
 from moejax.core.hardware import KNOWN
 from moejax.core.host import HostConfig
 from moejax.core.parallel import ParallelConfig
@@ -383,7 +383,7 @@ class GenerateConfig(InferenceSections):
 
     Attributes:
         prompts: one text or a list of them.
-        sampling: as in `moejax.SamplingParams`.
+        sampling: as in `moejax.SamplingParams`; `structured_outputs.json` may be the name of a schema's file.
         stream: print tokens as they come (one prompt only).
         chat: put each prompt into the model's chat template as the user's turn.
     """
@@ -400,6 +400,7 @@ class GenerateConfig(InferenceSections):
         # A bare number or true on the command line arrives as such; as a prompt it is its text.
         texts = [item if isinstance(item, str) else _plain_text(item) for item in prompts]
         object.__setattr__(self, "prompts", texts)
+        object.__setattr__(self, "sampling", _with_schema(self.sampling))
         super().__post_init__()
         self._refuse_capture("generate")
         if self.stream and (len(texts) > 1 or self.sampling.n > 1):
@@ -440,6 +441,16 @@ def _plain_text(item: object) -> str:
     if isinstance(item, (bool, int, float)):
         return str(item).lower() if isinstance(item, bool) else str(item)
     raise ConfigError(f"prompts must be texts, got {item!r}")
+
+
+def _with_schema(sampling: SamplingParams) -> SamplingParams:
+    """Puts a JSON schema in the place of its file's name."""
+    schema = sampling.structured_outputs.get("json")
+    if not isinstance(schema, str) or schema.lstrip().startswith("{"):
+        return sampling
+    with os_errors(ConfigError, f"sampling.structured_outputs.json: cannot read {schema}"):
+        text = Path(schema).read_text(encoding="utf-8")
+    return replace(sampling, structured_outputs={"json": text})
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""What a request's tokens must be of: lists of allowed ones, and grammars by the `llguidance` library. No JAX here.
+"""What a request's tokens must be of: allowed ones, and grammars by the `llguidance` library. No JAX here.
 
-Each sample has a `Constraint`, which follows its output and gives the mask of the tokens that may come next. A
-step's rows are masked each by itself, so that drafts are too: the state goes forward to a row's place, and back
-where drafts were wrong. What the model would have chosen otherwise is not asked: log-probabilities are its own.
+Each sample has a `Constraint`, which follows its output and gives the mask of the tokens that may come next.
+A step's rows are masked each by itself, so that drafts are too: the state goes forward to a row's place, and
+back where drafts were wrong. Log-probabilities are the model's own, without the mask.
 """
 
 import json
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from moejax.core.words import one_line
 from moejax.engine.requests.tokenizer import Tokenizer
 
 _ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Of JSON, as `json.dumps` writes it: where any space may be, small models write no more than that. A schema's
-own `x-guidance` goes first."""
+"""Of JSON, as `json.dumps` writes it: where any space may be, small models write no more than that. What a
+schema says itself (`x-guidance`) goes first."""
 
 
 class Constraint:
@@ -50,7 +49,7 @@ class Constraint:
         return mask & self.allowed
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """Returns at most `most` tokens that follow an output, as the tokenizer writes the only text that may."""
+        """Returns `most` tokens at most of the only text that may follow an output (as tokenized)."""
         known = self.needs_host and self._go_to(output)
         return self.matcher.compute_ff_tokens()[:most] if known and not self.matcher.is_stopped() else []
 
@@ -146,14 +145,3 @@ class Constraints:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
             return of.grammar_from_lark(f"start: {texts}")
         return of.grammar_from_lark(self._lib.gbnf_to_lark.any_to_lark(value))
-
-
-def schema_of(value: Any) -> Any:
-    """Returns a JSON schema given as the name of its file as the file's text, and any other as it is."""
-    path = Path(value) if isinstance(value, str) and not value.lstrip().startswith("{") else None
-    if path is None:
-        return value
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"structured_outputs.json: cannot read {value!r} ({error.strerror})") from None

@@ -25,7 +25,7 @@ from moejax.engine.opening.resolve import ResolvedEngine, resolve
 from moejax.engine.opening.start import planning_engine, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
-from moejax.engine.requests.builder import RequestBuilder
+from moejax.engine.requests.builder import RequestBuilder, drawn
 from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -455,7 +455,7 @@ class LLM:
             self.runner.warmup(
                 min(max_total_len, self.max_model_len),
                 [common_mode(modes)],
-                samples=max(p.n for p in sampling_params),
+                samples=max(drawn(p).n for p in sampling_params),
                 prompt_logprobs=prompts | {0} if score else prompts,
                 record=record_routing,
             )

@@ -22,7 +22,8 @@ _HEAD = [Column(name, name, left=True) for name in ("variant", "dtype", "batched
 def determinism_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a line for each variant and way to batch: what of its numbers depends on the batch."""
     names = ("equal_requests", "equal_logprobs", "largest_logprob_difference", "router_flips")
-    columns = [*_HEAD, *metric_columns("compared_tokens", *names)]
+    drafts = ["draft_acceptance"] if any(row["draft_acceptance"] is not None for row in rows) else []
+    columns = [*_HEAD, *metric_columns("compared_tokens", *names, *drafts)]
     return column_table("what depends on the batch", columns, rows, _BATCH)
 
 

@@ -42,6 +42,10 @@ BAD: list[tuple[str, str, list[Any]]] = [
         [[-1], [1.0], [True], ["5"], [None], [[1]]],
     ),
     ("ignore_eos", "ignore_eos must be True or False", [None, 1, "yes"]),
+    ("deterministic", "deterministic must be True or False", [1, "yes"]),
+    ("structured_outputs", "structured_outputs must be a dict", [3, None, ["regex"]]),
+    ("allowed_token_ids", "allowed_token_ids must be a list of token ids", [5, "5"]),
+    ("allowed_token_ids", "allowed_token_ids[{}] must be an integer of at least 0", [[-1], [1.0]]),
     ("include_stop_str_in_output", "include_stop_str_in_output must be True or False", [None, 0, "no"]),
 ]
 

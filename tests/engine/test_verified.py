@@ -191,6 +191,8 @@ def test_that_a_guess_which_is_kept_is_found() -> None:
 
 ASKED = [i for i in EVERY if i % 3 != 1]
 VERIFIED: dict[str, Any] = {"deterministic": "verified", "verify_every": 4}
+FEW: dict[str, Any] = {"seq_buckets": [12], "token_buckets": [96], "block_buckets": [192], "num_blocks": 192}
+"""Programs, of which each takes seconds to compile as shipped."""
 
 
 def asking(params: list[SamplingParams]) -> list[SamplingParams]:
@@ -228,11 +230,14 @@ def test_same_bits_on_the_smallest_model() -> None:
 @pytest.mark.parametrize("family", ["gqa", "latents", "windows_with_sinks"])
 def test_same_bits_as_tiles_give(family: str) -> None:
     """Whatever the others get, and however steps are made."""
-    llm = engine(FAMILIES[family], **VERIFIED)
+    llm = engine(FAMILIES[family], **VERIFIED | FEW)
     expected = run(llm, EVERY, asking(PARAMS))
     assert asked(expected) == asked(run(engine(FAMILIES[family]), EVERY))
     assert {i: run(llm, [i], asking(PARAMS))[i] for i in (0, 3, 8)} == {i: expected[i] for i in (0, 3, 8)}
-    options = {"max_num_seqs": 5, "max_num_batched_tokens": 12, "num_blocks": 24, "verify_every": 6}
+    options = {
+        "max_num_seqs": 5, "max_num_batched_tokens": 12, "num_blocks": 24, "verify_every": 6,
+        "seq_buckets": [5], "token_buckets": [12], "block_buckets": [24],
+    }  # fmt: skip
     other = engine(
         FAMILIES[family], **VERIFIED | options, prefix_cache=PrefixCacheConfig(enabled=True), overlap=False
     )
@@ -248,7 +253,7 @@ def test_same_bits_as_tiles_give(family: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_blocks": 16, "preemption": "swap"},
+        {"num_blocks": 16, "preemption": "swap", "block_buckets": [16]},
         {"verify_every": 1},
         {"capture_routing": True, "tile_tokens": 16},
     ],
@@ -257,7 +262,7 @@ def test_same_bits_as_tiles_give(family: str) -> None:
 def test_same_bits_of_all_kinds_of_requests(options: dict[str, Any]) -> None:
     sizes = {name: value for name, value in options.items() if name == "tile_tokens"}
     expected = run(engine(TWO_LAYERS, **sizes), EVERY, OF_KINDS)
-    other = engine(TWO_LAYERS, **VERIFIED | options)
+    other = engine(TWO_LAYERS, **VERIFIED | FEW | options)
     for order in (EVERY[::-1], EVERY):
         assert asked(run(other, order, asking(OF_KINDS))) == asked(expected)
 
@@ -268,7 +273,7 @@ def test_same_bits_of_all_kinds_of_requests(options: dict[str, Any]) -> None:
 def test_shipped_model_of_which_guesses_are_wrong(quant: str) -> None:
     params = [dataclasses.replace(each, max_tokens=20, prompt_logprobs=None) for each in asking(PARAMS)]
     outputs = []
-    for kind in ({}, VERIFIED):
+    for kind in ({}, VERIFIED | FEW):
         if quant == "w8a8":
             llm = engine("tiny", quant=QuantConfig(method="rtn", format="w8a8"), **kind)
         else:

@@ -23,11 +23,13 @@ from moejax.routing.difference import compare_captures, numbered
 
 
 class Answers(NamedTuple):
-    """Of each request its tokens and their log-probabilities; of all the routing, None without experts."""
+    """Of each request its tokens and their log-probabilities; of all the routing, None without experts, and
+    the share of drafts that were right, None without these."""
 
     tokens: list[list[int]]
     logprobs: list[np.ndarray]
     routing: RoutingCapture | None
+    right: float | None
 
 
 def determinism_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
@@ -63,6 +65,8 @@ def answer(
     """Runs the requests `size` at a time on an engine of the same weights that captures its routing."""
     sparse = any(llm.config.moe_layers)
     other = llm.variant(dataclasses.replace(llm.engine_config, capture_routing=sparse, **options))
+    asked = True if llm.engine_config.deterministic == "verified" else None
+    params = [dataclasses.replace(each, deterministic=asked) for each in params]
     outputs = []
     for first in range(0, len(prompts), size):
         outputs += other.generate(prompts[first : first + size], params[first : first + size])
@@ -71,6 +75,7 @@ def answer(
         [list(sample.token_ids) for sample in samples],
         [np.asarray([each.logprob for each in sample.logprobs or []], np.float32) for sample in samples],
         other.routing_capture() if sparse else None,
+        other.stats()["accepted"] / drafted if (drafted := other.stats()["drafted"]) else None,
     )
 
 
@@ -94,6 +99,7 @@ def _beside(prompts: list[list[int]], alone: Answers, other: Answers) -> dict[st
         "equal_logprobs": float((mine.view(np.int32) == theirs.view(np.int32)).mean()) if len(mine) else 0.0,
         "largest_logprob_difference": float(np.abs(mine - theirs).max()) if len(mine) else None,
         "router_flips": flips,
+        "draft_acceptance": other.right,
     }
 
 

@@ -74,6 +74,7 @@ class SamplingParams(Checked, error=RequestError):
             object), `regex`, `choice` (one of several texts) or `grammar`. What ends with "stop" is that; by
             `llguidance` (`pip install 'moejax[structured]'`).
         allowed_token_ids: the only tokens that may be generated; None for all.
+        best_of: samples to draw, of which the `n` with the highest mean log-probability are kept; None: n.
         deterministic: True for log-probabilities that are equal to the bit whatever else runs, which
             `engine.deterministic` must allow; None leaves it to the engine.
     """
@@ -101,7 +102,10 @@ class SamplingParams(Checked, error=RequestError):
     n: PositiveInt = 1
     max_time_s: PositiveNumber | None = None
     structured_outputs: dict[str, Any] = field(default_factory=dict, hash=False)
-    allowed_token_ids: tuple[NonNegativeInt, ...] | list[int] | None = None
+    allowed_token_ids: Annotated[
+        tuple[NonNegativeInt, ...] | list[int] | None, Must(lambda _: True, "a list of token ids")
+    ] = None
+    best_of: PositiveInt | None = None
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
@@ -117,6 +121,8 @@ class SamplingParams(Checked, error=RequestError):
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
         object.__setattr__(self, "logit_bias", biases)
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of {self.best_of} is below n {self.n}: there are not so many to keep")
         if self.structured_outputs:
             self._check_structure()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

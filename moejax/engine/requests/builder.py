@@ -1,5 +1,6 @@
 """From prompts and parameters to requests that the engine can queue."""
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -103,6 +104,9 @@ class RequestBuilder:
                 raise RequestError(f"options: {unknown('slo_class', option.slo_class, self.slo_classes)}")
             text, ids = self._token_ids(prompt, f"prompt {i}")
             self._check(ids, params, f"prompt {i}")
+            asked, params = params, drawn(params)
+            if streams and asked.best_of is not None:
+                raise RequestError("best_of: a stream cannot tell before its end which samples are kept")
             max_tokens = min(params.max_tokens, self.max_model_len - len(ids))
             builders = [OutputProcessor(n, params, self.tokenizer) for n in range(params.n)]
             number = next(self._ids)
@@ -114,6 +118,7 @@ class RequestBuilder:
             seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + i * 1_009) % 2**32
             request = RequestState(output, builders, streams=streams)
             request.attach(self._samples(ids, params, seed, max_tokens, record))
+            request.asked = asked
             adapter = None if option.adapter is None else self.adapters.claim(option.adapter, request)
             verified = self._verified(params)
             identity = None if self.replay is not None else self.identity(option, adapter, verified)
@@ -338,6 +343,14 @@ class RequestBuilder:
         """Returns how many likeliest tokens steps report where `count` are asked for; -1 for None."""
         wanted = -1 if count is None else count
         return min(next(n for n in (-1, 0, 1, 5, 20, 100, 1024) if n >= wanted), self.vocab_size)
+
+
+def drawn(params: SamplingParams) -> SamplingParams:
+    """Returns what a request's samples are drawn with: of `best_of` each, with what they are ranked by."""
+    if params.best_of is None:
+        return params
+    told = 0 if params.logprobs is None else params.logprobs
+    return dataclasses.replace(params, n=params.best_of, best_of=None, logprobs=told)
 
 
 def roots_of(samples: Items[Sequence], most: int) -> list[Sequence]:

@@ -1,11 +1,20 @@
 """A request while the engine works on it: its sequences on one side, what its caller sees on the other."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moejax.engine.requests.api import Checkpoint, FinishReason, Logprob, RequestOutput
+from moejax.core.errors import RequestError
+from moejax.engine.requests.api import (
+    Checkpoint,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+)
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -18,6 +27,7 @@ class RequestState:
         chunks: what each step added, kept only where `streams`.
         retries: how often it was computed again after a failed step.
         on_close: called once the request has ended.
+        asked: the caller's parameters, where they are not those of its samples (`best_of`).
     """
 
     def __init__(
@@ -31,6 +41,7 @@ class RequestState:
         self.sequences: list[Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
         self.on_close: Callable[[], Any] = lambda: None
+        self.asked: SamplingParams | None = None
 
     @property
     def finished(self) -> bool:
@@ -67,11 +78,28 @@ class RequestState:
         """Marks the request finished if all its samples are."""
         if all(builder.finished for builder in self.builders):
             self.output.metrics.preemptions = sum(s.preemptions for s in self.sequences)
+            if self.asked is not None and self.asked.best_of is not None:
+                self._keep_best(self.asked)
             self.output.finished = True
             self.on_close()
 
+    def _keep_best(self, asked: SamplingParams) -> None:
+        """Leaves the samples with the highest mean log-probability, the best first; of two the earlier."""
+
+        def mean(sample: CompletionOutput) -> float:
+            logprobs = [each.logprob for each in sample.logprobs or []]
+            return sum(logprobs) / len(logprobs) if logprobs else -math.inf
+
+        self.output.outputs = sorted(self.output.outputs, key=mean, reverse=True)[: asked.n]
+        for index, sample in enumerate(self.output.outputs):
+            sample.index = index
+            if asked.logprobs is None:
+                sample.logprobs = None
+
     def checkpoint(self, model: str) -> Checkpoint:
         """Returns what it has between two steps; `model` says what its model is."""
+        if self.asked is not None and self.asked.best_of is not None:
+            raise RequestError("interrupt: of a request with best_of no sample can go on alone")
         out, first = self.output, self.sequences[0]
         room = first.max_length - first.prompt_len
         least = min(room, first.params.min_tokens)
