@@ -307,7 +307,9 @@ class Engine:
         ended = self._end_late()
         previous, self._in_flight = self._in_flight, None
         self._look(previous)
-        if previous is not None and (any(p.drafts for p in previous.plan.groups) or self.scheduler.drafts):
+        alone = any(part.speculation is not None and not part.speculation.overlaps for part in self._parts)
+        drafts = previous is not None and any(part.drafts for part in previous.plan.groups)
+        if previous is not None and alone and (drafts or self.scheduler.drafts):
             # Drafts continue what the host has read, and are verified before their sequence goes on.
             if not self._collect(previous):
                 return True

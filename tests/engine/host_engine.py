@@ -215,7 +215,8 @@ class HostEngine:
         if self.paused:
             return None
         self.clock += 1
-        if self.in_flight and (self.scheduler.drafts or self.in_flight[0].drafts):
+        overlaps = self.scheduler.speculation is not None and self.scheduler.speculation.overlaps
+        if self.in_flight and not overlaps and (self.scheduler.drafts or self.in_flight[0].drafts):
             flying, self.in_flight = self.in_flight, None
             self._postprocess(*flying)
             self.scheduler.check_integrity()

@@ -184,7 +184,7 @@ def test_neighbours_keep_their_bits() -> None:
         ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
         ({"json": '{"type": "integer"}'}, lambda text: isinstance(json.loads(text), int)),
     ],
-    ids=str,
+    ids=["regex", "choice", "lark", "gbnf", "json_object", "json"],
 )  # fmt: skip
 def test_every_kind_leads_to_texts_that_hold(asked: dict[str, Any], holds: Any) -> None:
     """Random tokens of each mask, until only the end is left."""

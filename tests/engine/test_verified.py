@@ -12,7 +12,7 @@ from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.pipeline.microbatches import tiles_of
-from moejax.engine.scheduling.plan import StepPlan
+from moejax.engine.scheduling.plan import UNKNOWN, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.verification import Verification
@@ -31,7 +31,7 @@ class TilingDevice(FakeDevice):
     tiled = False
 
     def _store(self, sequence: Sequence, position: int, draft: int | None = None) -> None:
-        super()._store(sequence, position, draft)
+        super()._store(sequence, position, None if draft == UNKNOWN else draft)
         if sequence.verified and not self.tiled:
             index, offset = divmod(position, self.block_size)
             for pool, table in ((self._cache, sequence.blocks), (self._windows, sequence.window_blocks)):
@@ -71,9 +71,10 @@ class Verifying(HostEngine):
                 self.events["tentative"] += 1
                 (group,) = (group for group in self.groups if sequence in group.samples)
                 expected = alone(group.ask)[group.samples.index(sequence)]
-                known = len(sequence.tokens) + len(sequence.tentative)
+                known = plan.positions[row] + 1
                 right = self.chance.random() < self.right and known < len(expected)
                 tokens[row] = expected[known] if right else tokens[row]
+                self.device._last[sequence.slot] = tokens[row]
                 self.events["guessed wrong"] += not right
         self.events["beside prompts"] += bool(plan.chunks) and any(map(plan.tells, plan.drafts))
         return tokens
@@ -101,7 +102,9 @@ class Verifying(HostEngine):
             assert sequence.verified or row not in plan.drafts
             if not plan.tells(row):
                 assert rows[sequence] == 1
-                assert plan.positions[row] == len(sequence.tokens) - 1 + len(sequence.tentative)
+                known = len(sequence.tokens) + len(sequence.tentative)
+                assert plan.positions[row] == known - 1 + sequence.guessed - 1
+                self.events["unread"] += sequence.guessed > 1
                 self.events["goes on"] += bool(sequence.tentative)
             else:
                 self.events["ends within"] += bool(set(sequence.tentative) & set(sequence.stop_ids))
@@ -127,6 +130,17 @@ LIMITS = {
     "swapping": Limits(
         k=4, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=14, preemption="swap", swap_slots=64
     ),
+    "scarce_overlapped": Limits(k=4, num_blocks=11, max_num_seqs=5, max_num_batched_tokens=12, overlap=True),
+    "swapping_overlapped": Limits(
+        k=4,
+        num_blocks=14,
+        max_num_seqs=6,
+        max_num_batched_tokens=14,
+        preemption="swap",
+        swap_slots=64,
+        overlap=True,
+        prefixes=PrefixCacheConfig(enabled=True),
+    ),
     "windows": Limits(k=3, num_blocks=48, window=6, overlap=True),
     "at_once": Limits(k=0, num_blocks=64, overlap=True),
 }
@@ -151,6 +165,7 @@ def test_guesses_change_nothing(limits: str, right: float) -> None:
     events, k = engine.events, LIMITS[limits].k
     wanted = {"tentative", "goes on", "right" if right else "wrong", "beside prompts"} if k else set()
     wanted |= {"guessed wrong", "wrong"} if k and right == 0.8 else set()
+    wanted |= {"unread"} if LIMITS[limits].overlap and k else set()
     wanted |= {"preempted"} if LIMITS[limits].num_blocks < 32 else set()
     assert not [event for event in wanted if not events[event]], events
     assert k or not events["tentative"]

@@ -190,7 +190,8 @@ Plan = StepPlan | GroupPlan
 
 def draft_plans(plan: Plan) -> list[Plan]:
     """Returns the steps that make a plan's unknown drafts, in order: each decodes the token before them."""
-    numbers = {len(d.tokens) for part in plan.groups for d in part.drafts.values() if d.token == UNKNOWN}
+    drafts = [draft for part in plan.groups for draft in part.drafts.values() if not draft.tentative]
+    numbers = {len(draft.tokens) for draft in drafts if draft.token == UNKNOWN}
     plans: list[Plan] = []
     for number in sorted(numbers):
         parts = [StepPlan(drafting=number) for _ in plan.groups]

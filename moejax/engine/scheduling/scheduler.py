@@ -195,7 +195,9 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 continue
             if not plan.tells(row):
-                sequence.tentative.append(tokens[row])
+                if sequence.state is State.RUNNING:  # else it has been preempted meanwhile
+                    sequence.guessed -= 1
+                    sequence.tentative.append(tokens[row])
                 continue
             if speculation is None or row not in plan.drafts:
                 sequence.pending -= 1
@@ -272,9 +274,10 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks and slot and queues it again."""
+        sequence.computed -= max(0, sequence.pending - 1)  # drafts, of which nobody knows yet
         self.swap.out(sequence, self.allocator.block_size)
         self._leave(sequence)
-        sequence.computed = sequence.cached = 0
+        sequence.computed = sequence.cached = sequence.guessed = 0
         sequence.tentative = []
         sequence.preemptions += 1
         self._enqueue(sequence)
@@ -301,16 +304,18 @@ class Scheduler:
         """Adds one token of every sequence that decodes, oldest first; returns what is left of the budget."""
         index, running = 0, self.running
         decodes, positions, append = plan.decodes, plan.positions, self.allocator.append
-        tentative = self.speculation.tentative if self.speculation else None
+        speculation = self.speculation
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
             if not decodes_next(sequence) or needs_host(sequence):
                 continue
             position = sequence.computed
-            draft = tentative(sequence) if tentative else None
+            draft = speculation.tentative(sequence) if speculation else None
             if draft is not None:
-                position += len(sequence.tentative)
+                position += len(sequence.tentative) + sequence.guessed
+            elif speculation and speculation.waits(sequence):
+                continue
             try:
                 copy = append(sequence.blocks, position)
             except OutOfBlocks:
@@ -325,6 +330,7 @@ class Scheduler:
                 plan.window_copies += self.windows.slide(sequence.window_blocks, seen_from, position + 1)
             if draft is not None:
                 plan.drafts[len(decodes)] = draft
+                sequence.guessed += 1
             else:
                 sequence.computed = position + 1
                 sequence.pending += 1

@@ -56,7 +56,7 @@ class Sequence:
         mode: what its sampling needs of a step (`moejax.engine.step.sampler.SamplerMode`).
         verified: its tokens are told once tiles have computed them (`moejax.engine.scheduling.verification`).
         tentative: tokens that follow its own, to be verified, and whose keys and values, but for the last's,
-            lie in its blocks.
+            lie in its blocks; `guessed` more of them are on the device alone.
         constraint: what its tokens must be of (`moejax.engine.grammar`); None: anything.
         adapter: its LoRA adapter, which has a `slot` (`moejax.engine.adapters`); None: the model as it is.
         identity: what its keys and values depend on besides its tokens; None: they are its own, and neither
@@ -92,6 +92,7 @@ class Sequence:
     constraint: Any = None
     verified: bool = False
     tentative: list[int] = field(default_factory=list)
+    guessed: int = 0
     adapter: Any = None
     identity: Hashable | None = None
     not_looked_up: str | None = None
@@ -151,7 +152,9 @@ def end_reason(sequence: Sequence) -> FinishReason | None:
 
 def needs_host(sequence: Sequence) -> bool:
     """Tells whether the host must read its newest token before another can be sampled."""
-    return bool(sequence.pending) and sequence.constraint is not None and sequence.constraint.needs_host
+    if sequence.constraint is not None and sequence.constraint.needs_host:
+        return sequence.pending + sequence.guessed > 0
+    return sequence.verified and sequence.pending > 0
 
 
 def decodes_next(sequence: Sequence) -> bool:

@@ -192,6 +192,7 @@ class Speculation:
     """
 
     beside_prompts = False  # they would cost more, and steps in as many more shapes
+    overlaps = False  # they continue what the host has read
 
     def __init__(self, config: SpeculationConfig, proposer: Proposer | None = None) -> None:
         self.config = config
@@ -216,6 +217,10 @@ class Speculation:
     def tentative(self, sequence: Sequence) -> Draft | None:
         """Returns what the next row of a sequence decodes if what it samples is to be verified, else None."""
         return None
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Tells whether a sequence's next row is to be verified, and must be read before."""
+        return False
 
     def draft(
         self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
@@ -287,14 +292,15 @@ class Speculation:
         """Has a plan's drafts count as neither computed nor sampled, until they are found to be right."""
         for row in filter(plan.tells, plan.drafts):
             if plan.decodes[row].state is not State.FINISHED:
-                plan.decodes[row].computed -= 1
+                # Of who has been preempted meanwhile nothing is computed.
+                plan.decodes[row].computed -= plan.decodes[row].state is State.RUNNING
                 plan.decodes[row].pending -= 1
 
     def accept(self, plan: StepPlan, row: int) -> bool:
         """Tells whether a row computes what the sequence's tokens turned out to be, and counts it then."""
         draft, sequence = plan.drafts[row], plan.decodes[row]
         draft.accepted = sequence.tokens[plan.positions[row] :] == [draft.token]
-        sequence.computed += draft.accepted
+        sequence.computed += draft.accepted and sequence.state is State.RUNNING
         return draft.accepted
 
     def give_back(self, plan: StepPlan, allocator: BlockAllocator) -> None:

@@ -13,7 +13,7 @@ tentative ones are what counts (LLM-42, arXiv 2601.17768).
 from collections.abc import Iterable
 
 from moejax.core.scheduling import SpeculationConfig
-from moejax.engine.scheduling.plan import Draft
+from moejax.engine.scheduling.plan import UNKNOWN, Draft
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.scheduling.speculation import Proposer, Speculation
 
@@ -32,7 +32,7 @@ class Verification(Speculation):
         rows: of a verification, at most.
     """
 
-    beside_prompts = True  # tiles have one shape
+    beside_prompts = overlaps = True  # tiles have one shape; who is verified waits, and the others do not
 
     def __init__(self, rows: int) -> None:
         super().__init__(SpeculationConfig(method="ngram", k=max(1, rows - 1)), Tentative())
@@ -42,11 +42,17 @@ class Verification(Speculation):
         return min(self.rows - 1, super().depth(sequence))
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
-        return any(sequence.verified for sequence in running)
+        return False
+
+    def _due(self, sequence: Sequence) -> bool:
+        count = len(sequence.tentative) + sequence.guessed
+        return count >= self.depth(sequence) or any(map(sequence.stop_ids.__contains__, sequence.tentative))
 
     def tentative(self, sequence: Sequence) -> Draft | None:
-        known = sequence.tentative
-        last = known and known[-1] in sequence.stop_ids
-        if not sequence.verified or last or len(known) >= self.depth(sequence):
+        if not sequence.verified or self._due(sequence):
             return None
-        return Draft(tuple(known or sequence.tokens[-1:]), tentative=True)
+        known = (*sequence.tentative, *[UNKNOWN] * sequence.guessed)
+        return Draft(known or (sequence.tokens[-1],), tentative=True)
+
+    def waits(self, sequence: Sequence) -> bool:
+        return sequence.guessed > 0 and self._due(sequence)

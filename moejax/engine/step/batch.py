@@ -395,8 +395,8 @@ class BatchBuilder:
                     slots[place] = sequence.adapter.slot
 
     def _token(self, draft: Draft, sequence: Sequence) -> int:
-        known = draft.token != UNKNOWN
-        return draft.token if known else -1 - self.limits.place(sequence.slot, len(draft.tokens))
+        number = 0 if draft.tentative else len(draft.tokens)
+        return draft.token if draft.token != UNKNOWN else -1 - self.limits.place(sequence.slot, number)
 
     def _chunks(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey, place: int) -> None:
         """Fills in the chunks' tokens, the first of them at a flat `place`, and positions."""
