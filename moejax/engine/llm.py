@@ -487,7 +487,8 @@ class LLM:
                 longest = max([longest, *(s.max_length for r in requests for s in r.sequences)])
                 planning_engine(self._resolved, self.runner.cache, steps).run(requests)
             self.runner.compile_ahead(steps.keys)
-            if self.engine.adaptive is not None or self.engine_config.most_ahead:
+            config = self.engine_config
+            if config.adaptive_batching.enabled or config.most_ahead or config.deterministic == "verified":
                 asked = [p for _, params in batches for p in params]
                 self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 

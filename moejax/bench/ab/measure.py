@@ -58,7 +58,12 @@ class BatchLoad:
         llm = engine_of(backend)
         if case == 0 and llm is None:
             prepare_peer(backend, self.workload, [item for item, _ in self.plan])
-        if llm is not None and llm.engine_config.speculation.depth == "utility":  # chosen by the steps' times
+        config = None if llm is None else llm.engine_config
+        # Chosen by the steps' times, or by which of a batch's requests are verified.
+        varies = config is not None and (
+            config.speculation.depth == "utility" or config.deterministic == "verified"
+        )
+        if llm is not None and varies:
             plan, prompts = self.plan[case]
             llm.compile_for([(prompts, self.workload.batch_sampling(plan))])
             llm.ledger.warmed_up = False  # what records routing is still to be compiled
