@@ -477,7 +477,7 @@ class LLM:
         """
         if self.builder.replay is not None:
             return
-        builder, longest = self._request_builder(None), 0
+        builder, longest, config = self._request_builder(None), 0, self.engine_config
         steps = PlannedSteps(self.runner.builder, self.eos_token_ids)
         with self.engine.lock:
             self.runner.count_always(record_routing)
@@ -487,7 +487,6 @@ class LLM:
                 longest = max([longest, *(s.max_length for r in requests for s in r.sequences)])
                 planning_engine(self._resolved, self.runner.cache, steps).run(requests)
             self.runner.compile_ahead(steps.keys)
-            config = self.engine_config
             if config.adaptive_batching.enabled or config.most_ahead or config.deterministic == "verified":
                 asked = [p for _, params in batches for p in params]
                 self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
