@@ -7,7 +7,8 @@ from moejax.core.version import __version__
 if TYPE_CHECKING:
     from moejax.checkpoint.hf import load_pretrained, save_pretrained
     from moejax.core.adapters import AdaptersConfig
-    from moejax.core.config import EngineConfig, ModelConfig, MoeConfig, PrefixCacheConfig
+    from moejax.core.config import EngineConfig, ModelConfig, PrefixCacheConfig
+    from moejax.core.moe import MoeConfig
     from moejax.core.parallel import ParallelConfig
     from moejax.core.quant import QuantConfig
     from moejax.core.scheduling import (
@@ -34,7 +35,7 @@ _HOMES = {
     "save_pretrained": "moejax.checkpoint.hf",
     "AdaptersConfig": "moejax.core.adapters",
     "ModelConfig": "moejax.core.config",
-    "MoeConfig": "moejax.core.config",
+    "MoeConfig": "moejax.core.moe",
     "EngineConfig": "moejax.core.config",
     "PrefixCacheConfig": "moejax.core.config",
     "ParallelConfig": "moejax.core.parallel",

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from tests.plain.contiguous_cache import ContiguousView, empty_cache

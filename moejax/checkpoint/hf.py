@@ -43,9 +43,10 @@ from moejax.checkpoint.quantized import (
 from moejax.checkpoint.quantized_save import QuantizedSave, plan_save
 from moejax.checkpoint.tensors import QUANTIZED_DTYPES, STORED_DTYPES, TensorFiles
 from moejax.core.checked import check
-from moejax.core.config import DType, ModelConfig, MoeConfig
+from moejax.core.config import DType, ModelConfig
 from moejax.core.errors import OutputError
 from moejax.core.files import atomic_write_text, whole_folder
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_to_hf
 from moejax.moe.replicas import held_experts

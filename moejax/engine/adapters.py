@@ -20,8 +20,9 @@ from flax import nnx
 from moejax.checkpoint.peft import Adapter, Factors, read_adapter
 from moejax.core.adapters import AdaptedMatrices, AdaptersConfig
 from moejax.core.checked import Name, check
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.step.functions import ModelFunctions
 from moejax.models.decoder import Decoder

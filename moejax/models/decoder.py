@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.layer import MoELayer, RoutingTrace
 from moejax.moe.router import Replay, check_replay

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.core.config import ExpertLayout, ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import ExpertLayout, MoeConfig
 from moejax.moe.permute import combine, plan_blocks, sort_by_expert
 from moejax.moe.router import Router, Routing
 from moejax.nn.activation import KERNEL_NAMES, gated

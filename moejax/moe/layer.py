@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.moe.expert_parallel import choose_exchange, dispatch_experts
 from moejax.moe.experts import Experts, ExpertsOutput

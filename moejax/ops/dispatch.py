@@ -5,8 +5,9 @@ A name that was asked for runs or raises; only "auto" chooses.
 
 import jax
 
-from moejax.core.config import KERNELS, LAYOUTS, PRODUCTS
+from moejax.core.config import KERNELS
 from moejax.core.errors import ConfigError, unknown
+from moejax.core.moe import LAYOUTS, PRODUCTS
 from moejax.core.resolve import Resolution
 
 GROUPED_MATMUL = PRODUCTS[1:]
@@ -167,7 +168,7 @@ def batched_rows_for(assignments: int, num_experts: int) -> int:
 
 
 def choose_expert_layout(requested: str, platform: str, product: str = "auto") -> Resolution:
-    """Chooses how an engine's experts lie in memory, see `moejax.core.config.MoeConfig`.
+    """Chooses how an engine's experts lie in memory, see `moejax.core.moe.MoeConfig`.
 
     Args:
         product: what they run on.

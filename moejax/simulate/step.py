@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moejax.core.checked import Checked, NonNegativeNumber, PositiveNumber
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.moe.exchange_cost import exchange_cost

@@ -13,9 +13,10 @@ from flax import nnx
 from moejax.checkpoint.hf import in_use, load_pretrained, save_pretrained
 from moejax.checkpoint.peft import CONFIG as PEFT_CONFIG
 from moejax.checkpoint.peft import merge_adapter, read_adapter, save_adapter
-from moejax.core.config import EngineConfig, MoeConfig
+from moejax.core.config import EngineConfig
 from moejax.core.errors import OutputError, os_errors
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, whole_folder
+from moejax.core.moe import MoeConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.models.decoder import Decoder

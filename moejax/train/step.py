@@ -15,8 +15,9 @@ import optax
 from flax import nnx
 
 from moejax.checkpoint.directory import load_config, resolve_model_dir
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.train.adapter import Params, first_factors, merged

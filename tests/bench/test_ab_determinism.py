@@ -44,13 +44,13 @@ def capture(ids: list[list[int]]) -> RoutingCapture:
 
 def test_only_what_has_the_same_context_is_compared() -> None:
     ids = [[0, 1]] * 8
-    alone = Answers([[7, 8], [7, 9]], [np.float32([-1, -2]), np.float32([-1, -3])], capture(ids))
+    alone = Answers([[7, 8], [7, 9]], [np.float32([-1, -2]), np.float32([-1, -3])], capture(ids), None)
     mine = [*ids]
     mine[1] = [1, 2]  # flipped
     mine[2] = [1, 0]  # the same set
     mine[7] = [5, 6]  # after another token: not compared
     bit = np.nextafter(np.float32(-2), np.float32(0))
-    other = Answers([[7, 8], [7, 5]], [np.float32([-1, bit]), np.float32([-1, -9])], capture(mine))
+    other = Answers([[7, 8], [7, 5]], [np.float32([-1, bit]), np.float32([-1, -9])], capture(mine), None)
     row = _beside(PROMPTS, alone, other)
     assert (row["compared_tokens"], row["equal_requests"], row["equal_logprobs"]) == (3, 0.5, 2 / 3)
     assert row["largest_logprob_difference"] == pytest.approx(bit + 2) and row["router_flips"] == 1 / 7

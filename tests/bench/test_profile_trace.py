@@ -14,8 +14,8 @@ from moejax.bench.profile.attribute import attribute_trace
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.profile.program import place_of, read_program
 from moejax.bench.profile.trace import SPAN, TraceError, find_trace, read_trace
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from tests.perf.models import small_model
 

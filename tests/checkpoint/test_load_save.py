@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from moejax.checkpoint import hf
 from moejax.checkpoint.directory import load_config
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
-from moejax.core.config import MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError, OutputError
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params

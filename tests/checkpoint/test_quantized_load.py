@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import LLM, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.nn.param import iter_params
 from moejax.nn.quantized import quantized_weights
 from moejax.quantization.arithmetic import dequantize

@@ -15,8 +15,8 @@ from moejax.checkpoint.load import expert_slots, read_blocks
 from moejax.checkpoint.maps import TABLES
 from moejax.checkpoint.plan import Faults, plan_load
 from moejax.checkpoint.tensors import TensorFiles
-from moejax.core.config import MoeConfig
 from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import initialize, iter_params, specs

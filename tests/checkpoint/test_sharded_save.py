@@ -10,8 +10,9 @@ from safetensors.numpy import load_file
 
 from moejax.checkpoint.directory import load_config
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import held_experts
 from moejax.nn.param import iter_params, specs

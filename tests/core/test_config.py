@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from moejax.core.config import (
-    EngineConfig,
-    ModelConfig,
-    MoeConfig,
-    RopeConfig,
-)
+from moejax.core.config import EngineConfig, ModelConfig, RopeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.quant import QuantConfig
 
 INF, NAN = math.inf, math.nan

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moejax.core.config import EngineConfig, MoeConfig, Product, TunedMoe
+from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig, Product, TunedMoe
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM

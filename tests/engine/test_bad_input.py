@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import CheckpointError, ConfigError, DeviceError, MoejaxError, RequestError
+from moejax.core.moe import MoeConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.inputs import as_list

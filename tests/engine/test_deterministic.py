@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, ParallelConfig, PrefixCacheConfig, QuantConfig, SamplingParams
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.pipeline.microbatches import tiles_of
 from moejax.engine.requests.api import RequestOutput

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, StepError
+from moejax.core.moe import MoeConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams

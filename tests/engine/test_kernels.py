@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from moejax.core.config import EngineConfig, LatentConfig, MoeConfig, RopeConfig, RouterConfig
+from moejax.core.config import EngineConfig, LatentConfig, RopeConfig, RouterConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.quant import QuantConfig, QuantRule
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams

@@ -1,7 +1,8 @@
 """Under bounded capacity the engine counts what it drops: assignments made and dropped are all there were."""
 
 import moejax
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.moe import MoeConfig
 
 
 def test_made_and_dropped_assignments_add_up(tiny_config: ModelConfig) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from moejax import LLM, ParallelConfig, SamplingParams
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.quant import QuantConfig
 from tests.engine.mesh_models import ENGINE, FAMILIES, checkpoint
 

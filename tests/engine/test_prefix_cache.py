@@ -10,8 +10,9 @@ import pytest
 
 from moejax import LLM, EngineConfig, ModelConfig, ParallelConfig, QuantConfig, RequestOptions, SamplingParams
 from moejax.cache.pool import block_bytes
-from moejax.core.config import MoeConfig, PrefixCacheConfig, RopeConfig
+from moejax.core.config import PrefixCacheConfig, RopeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.tiny import small_config
 from tests.examples import slow_but

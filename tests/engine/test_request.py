@@ -46,6 +46,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("structured_outputs", "structured_outputs must be a dict", [3, None, ["regex"]]),
     ("allowed_token_ids", "allowed_token_ids must be a list of token ids", [5, "5"]),
     ("allowed_token_ids", "allowed_token_ids[{}] must be an integer of at least 0", [[-1], [1.0]]),
+    ("best_of", "best_of must be an integer of at least 1", [0, "2"]),
     ("include_stop_str_in_output", "include_stop_str_in_output must be True or False", [None, 0, "no"]),
 ]
 

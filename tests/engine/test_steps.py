@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
+from moejax.core.moe import MoeConfig
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.step import functions as steps

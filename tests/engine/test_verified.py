@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moejax import LLM, ParallelConfig, PrefixCacheConfig, QuantConfig, SamplingParams
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError, RequestError
+from moejax.core.moe import MoeConfig
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.pipeline.microbatches import tiles_of
 from moejax.engine.scheduling.plan import UNKNOWN, StepPlan

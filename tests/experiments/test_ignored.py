@@ -17,8 +17,9 @@ from experiments.launch.validate import CONFIG_DIR
 from moejax import LLM
 from moejax.bench.ignored import _RULES, ignored_settings
 from moejax.core.checked import Checked
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig, QuantRule
 from tests.bench.runs import run_into

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import moejax
-from moejax.core.config import EngineConfig, MoeConfig
+from moejax.core.config import EngineConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 
 pytestmark = [

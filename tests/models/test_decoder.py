@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig, RopeConfig
+from moejax.core.config import RopeConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from tests.decoding import cached_logits, forward, random_model
 from tests.examples import slow_but

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.moe.router import Replay
 from tests.decoding import forward, random_model

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from moejax.bench.profile.program import read_program
-from moejax.core.config import MoeConfig
+from moejax.core.moe import MoeConfig
 from moejax.models import decoder
 from moejax.moe import layer as layer_module
 from tests.decoding import random_model

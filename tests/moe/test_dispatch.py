@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.ops.dispatch import block_rows_for, choose_expert_layout, choose_grouped_matmul
 
 

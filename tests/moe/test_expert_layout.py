@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
-from moejax.core.config import MoeConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from tests.decoding import forward, random_model

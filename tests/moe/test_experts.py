@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.core.config import ClampedSwiglu, MoeConfig
+from moejax.core.config import ClampedSwiglu
+from moejax.core.moe import MoeConfig
 from moejax.moe.experts import Experts, ExpertsOutput, slot_in_expert
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Router, Routing

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moejax.core.config import MoeConfig
+from moejax.core.moe import MoeConfig
 from moejax.moe.experts import Experts
 from moejax.moe.permute import plan_blocks
 from moejax.moe.router import Routing

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig, RouterConfig
+from moejax.core.config import RouterConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.moe.layer import MoELayer
 from moejax.moe.router import Replay, Router, expert_counts
 from moejax.moe.router import top_k as best_of

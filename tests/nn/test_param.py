@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.models.decoder import Decoder
 from moejax.nn import param as param_module

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.norm import RMSNorm
 from moejax.nn.param import initialize

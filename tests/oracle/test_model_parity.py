@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 import torch
 
 from moejax.checkpoint.hf import load_pretrained
-from moejax.core.config import MoeConfig, RouterConfig
+from moejax.core.config import RouterConfig
+from moejax.core.moe import MoeConfig
 from moejax.nn.param import num_params
 from tests.decoding import cached_logits, forward, prefill_and_greedy
 from tests.examples import in_turns, slow_but

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import LLM, EngineConfig, QuantConfig, SamplingParams
 from moejax.checkpoint.hf import load_pretrained, save_pretrained
-from moejax.core.config import MoeConfig
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_from_hf
 from moejax.nn.param import iter_params, num_params

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import KNOWN, Hardware
+from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import specs
 from moejax.perf.memory import held_weights

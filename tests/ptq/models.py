@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import ModelConfig, MoeConfig, RouterConfig
+from moejax.core.config import ModelConfig, RouterConfig
+from moejax.core.moe import MoeConfig
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax.core.config import MoeConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
 from moejax.nn.param import initialize, iter_params

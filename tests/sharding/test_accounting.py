@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.core.config import EngineConfig, ModelConfig, MoeConfig
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import PRESETS, ParallelConfig
 from moejax.engine.opening.resolve import resolve
 from moejax.engine.opening.start import make_runner

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax.core.config import LAYOUTS, EngineConfig, ExpertLayout, ModelConfig, MoeConfig, Product, TunedMoe
+from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.hardware import first_processor, processor_family
 from moejax.core.host import usable_cpus
+from moejax.core.moe import LAYOUTS, ExpertLayout, MoeConfig, Product, TunedMoe
 from moejax.core.resolve import Resolution
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing

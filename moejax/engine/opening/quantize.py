@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from moejax.checkpoint.directory import stored_quantization
-from moejax.core.config import ModelConfig, MoeConfig
+from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
-from moejax.core.config import EngineConfig, ExpertLayout, ModelConfig, MoeConfig, PrefixCacheConfig
+from moejax.core.config import EngineConfig, ModelConfig, PrefixCacheConfig
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.core.files import cache_root
+from moejax.core.moe import ExpertLayout, MoeConfig
 from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
 from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution, resolve_dtype, resolve_platform

@@ -1,15 +1,12 @@
 """Checks of a scheduler's whole state, which tests make between its steps. No JAX here."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moejax.engine.scheduling.sequence import State
 
-if TYPE_CHECKING:
-    from moejax.engine.scheduling.scheduler import Scheduler
 
-
-def check_scheduler(scheduler: "Scheduler") -> None:
-    """Checks the whole state; see `BlockAllocator.check_integrity`.
+def check_scheduler(scheduler: Any) -> None:
+    """Checks the whole state of a `Scheduler`, which imports this; see `BlockAllocator.check_integrity`.
 
     Raises:
         AssertionError: what is wrong.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache.pool import PagedCache, Pages, States
-from moejax.core.config import Product, TunedMoe
+from moejax.core.moe import Product, TunedMoe
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs

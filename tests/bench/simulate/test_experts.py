@@ -11,8 +11,9 @@ from moejax.bench.simulate.config import RoutingSection, SimulateSection, parse_
 from moejax.bench.simulate.experts import SimulatedExperts
 from moejax.bench.simulate.replicas import deploy
 from moejax.bench.simulate.run import Asked, run_simulate
-from moejax.core.config import EngineConfig, MoeConfig
+from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
 from moejax.core.parallel import ParallelConfig
 from moejax.core.scheduling import RebalanceConfig
 from moejax.engine.scheduling.plan import StepPlan
