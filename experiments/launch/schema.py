@@ -356,6 +356,11 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
+        if (method := self.engine.moe.routing.method) != "top_k":
+            raise ConfigError(
+                f"engine.moe.routing.method={method}: who is sent where depends on the routers' scores, "
+                "which a simulation has not; use top_k"
+            )
         self.simulate.asked(self.workload)
         if self.ablation.stages and self.simulate.mode != "run":
             raise ConfigError(f"ablation.stages: simulate.mode={self.simulate.mode} has none")
