@@ -85,10 +85,8 @@ def test_what_the_model_gives_with_the_same_policy(family: str, name: str) -> No
             tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             told, ids = scored(model, tokens)
             assert_close([each.logprob for each in output.outputs[0].logprobs], told[8:], tol)
-            rows = capture.ids[capture.request == int(output.request_id)]
-            for row, position in zip(
-                rows, capture.position[capture.request == int(output.request_id)], strict=True
-            ):
+            mine = capture.request == int(output.request_id)
+            for row, position in zip(capture.ids[mine], capture.position[mine], strict=True):
                 assert np.array_equal(row, ids[:, position])
 
 
@@ -114,7 +112,7 @@ def test_a_step_visits_only_what_some_token_needs_in_any_case() -> None:
 def test_the_bias_follows_the_steps_loads(overlap: bool) -> None:
     policy, counted = RoutingPolicy("bias", rate=0.05), []
     with engine(WIDE, policy, overlap=overlap, strict_compile=True) as llm:
-        llm.warmup(max_total_len=24, sampling_params=[GREEDY])
+        llm.warmup(max_total_len=24, sampling_params=[GREEDY, dataclasses.replace(GREEDY, prompt_logprobs=0)])
         routing = llm.routing
         step = routing.listener
         routing.listener = lambda counts: (counted.append(counts.copy()), step(counts))  # type: ignore[func-returns-value]

@@ -4,6 +4,8 @@ The host moves it when a step's counts are collected. Steps launched by then kee
 given; the next one takes the new ones, as with `moejax.engine.routing.rebalance`.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -12,11 +14,12 @@ from moejax.engine.opening.weights import Weights
 from moejax.engine.step.bucket_runner import BucketRunner
 
 
-def moved(bias: np.ndarray, counts: np.ndarray, rate: float) -> np.ndarray:
+def moved(bias: Any, counts: Any, rate: float) -> Any:
     """Returns biases float32 `[..., E]` after a step of `counts` assignments, int `[..., E]`: `rate` more for
-    experts below their layer's mean, less for those above it."""
-    away = np.sign(counts.mean(axis=-1, keepdims=True) - counts)
-    return (bias + rate * away).astype(np.float32)
+    experts below their layer's mean, less for those above it. NumPy's or JAX's arrays."""
+    counts = counts.astype(bias.dtype)
+    mean = counts.mean(axis=-1, keepdims=True)
+    return (bias + rate * (counts < mean) - rate * (counts > mean)).astype(bias.dtype)
 
 
 def follow_load(policy: RoutingPolicy, weights: Weights, runner: BucketRunner) -> None:
