@@ -24,7 +24,7 @@ from tests.numerics import tolerance
 WIDE = TWO_LAYERS.replace(num_experts_per_tok=4, initializer_range=0.2)
 FAMILIES = {
     "gqa": WIDE,
-    "latents": WIDE.replace(**LATENT),
+    "latents": WIDE.replace(**LATENT | {"router": dataclasses.replace(LATENT["router"], top_groups=3)}),
     "windows_with_sinks": WIDE.replace(**SINKS, sliding_windows=(5, None)),
 }
 PRESETS = {
