@@ -45,7 +45,7 @@ def _routing_part(case: Mapping[str, Any]) -> str | None:
 # Two tables, each for 100 columns.
 _LOSSES: tuple[Column, ...] = (
     *metric_columns("bits_per_weight", "cache_bits", "model_bytes", "perplexity", cell=_figure),
-    Column("loss %\n[interval]", loss_words),
+    Column("loss %\n\\[interval]", loss_words),
     Column("through\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
     *metric_columns("top1_agreement", cell=_figure),

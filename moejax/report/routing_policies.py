@@ -33,7 +33,7 @@ def print_routing_policies(result: Mapping[str, Any], console: Console) -> None:
     text, cases = result["text"], result["cases"]
     columns = (
         Column("policy", "name", left=True),
-        Column("loss %\n[interval]", loss_words),
+        Column("loss %\n\\[interval]", loss_words),
         Column("KL\nmnat", "kl", 1e3, _cell),
         *metric_columns(
             "router_flips", "experts_per_token", "max_over_mean", "mean_experts_hit", cell=_cell
