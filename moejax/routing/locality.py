@@ -64,7 +64,7 @@ class _Sequences(NamedTuple):
     position: Ints
 
 
-def _sequences(capture: RoutingCapture) -> _Sequences:
+def by_sequence(capture: RoutingCapture) -> _Sequences:
     order = np.lexsort((capture.position, capture.sample, capture.request))
     request, sample, position = (
         getattr(capture, name)[order].astype(np.int64) for name in ("request", "sample", "position")
@@ -82,7 +82,7 @@ def temporal_locality(capture: RoutingCapture, most: int = DISTANCES) -> Tempora
     Args:
         most: D, the longest distance told apart.
     """
-    sequences = _sequences(capture)
+    sequences = by_sequence(capture)
     ids = capture.ids[sequences.rows]
     E, L = capture.num_experts, len(capture.layers)
     span = int(sequences.position.max(initial=0)) + 1
@@ -127,7 +127,7 @@ def working_set(capture: RoutingCapture, unit: str = "tokens") -> WorkingSet:
         raise ConfigError(f"routing: a working set is over {' or '.join(UNITS)}, not {unit!r}")
     capture.require_rows()
     if unit == "tokens":
-        sequences = _sequences(capture)
+        sequences = by_sequence(capture)
         rows, sequence = sequences.rows, sequences.sequence
         starts = np.flatnonzero(np.r_[True, np.diff(sequence) != 0])
         time = np.arange(len(rows)) - starts[sequence]
