@@ -9,6 +9,7 @@ from typing import Any
 from experiments.launch.schema import (
     InferenceSections,
     ModelSections,
+    OffloadConfig,
     QuantizationConfig,
     RoutingPoliciesConfig,
     ServingSections,
@@ -60,6 +61,11 @@ def open_with_policy(config: RoutingPoliciesConfig, policy: PolicyPreset | None)
     return _open(
         config, config.quant, engine if policy is None else replace(engine, moe=policy.of(engine.moe))
     )
+
+
+def open_capturing(config: OffloadConfig) -> LLM:
+    """Opens the model so that it captures its routing; raises what `LLM` raises."""
+    return _open(config, None, replace(config.engine, capture_routing=True))
 
 
 def _open(

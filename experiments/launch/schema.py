@@ -13,6 +13,7 @@ from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.backends.config import BackendSection
 from moejax.bench.kernels.config import KernelSelection
 from moejax.bench.objective import ObjectiveCase, check_objective
+from moejax.bench.offload.config import OffloadSection
 from moejax.bench.profile.config import ProfileSection, ProfileWorkload
 from moejax.bench.program.config import ProgramSection
 from moejax.bench.quantization.config import QuantizationSection
@@ -402,6 +403,13 @@ class RoutingPoliciesConfig(RecordedSections, ModelSections):
                     f"engine.moe.{key}={value}: policies are compared with the model's own choice, {own}; "
                     "name others in routing_policies.presets"
                 )
+
+
+@dataclass(frozen=True)
+class OffloadConfig(RecordedSections, ModelSections):
+    """`python -m experiments.offload`"""
+
+    offload: OffloadSection = field(default_factory=OffloadSection)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ EXPERIMENTS: Mapping[str, Report] = {
     "routing_policies": Report(
         "routing_policies:print_routing_policies", {"pareto": "routing_policies:pareto_plot"}
     ),
+    "offload": Report("offload:print_offload", {"hits": "offload:hits_plot"}),
     "scaling": Report(
         "scaling:print_scaling", {"scaling": "scaling:layouts_plot", "routing": "scaling:routed_plot"}
     ),

@@ -178,13 +178,14 @@ class _LayerLru(_Scores):
 
 
 class _LeastStale(_Scores):
-    """After the idea of SpecMD's Least-Stale (arXiv 2602.03921): what was not used in its layer's last turn is
-    stale and goes first, the longest unused first; of the rest those go whose layer's next turn is farthest."""
+    """After the idea of SpecMD's Least-Stale (arXiv 2602.03921), in our reading: what its layer did not
+    use at its last turn is stale and goes first. Of stale ones, and then of the rest, those go whose layer's
+    next turn is farthest, the longest unused first."""
 
     def keys(self, rows: Ints, step: int, layer: int, resident: Bools) -> Floats:
-        ago = step * self.L + layer - self.score[rows]  # at most L - 1 for what its layer's last turn used
+        ago = step * self.L + layer - self.score[rows]  # below L for what the last turn of its layer used
         turn = np.repeat((np.arange(self.L) - layer - 1) % self.L + 1, self.E)
-        return np.where(ago >= self.L, -ago - self.L, -turn)
+        return -turn - self.L * (ago >= self.L) - ago / (self.S * self.L + 1)
 
 
 class _Static(_Scores):

@@ -194,6 +194,7 @@ OTHER_THAN_DEFAULT = {
     "stress": {"engine"},
     "quantization": {"quantization"},
     "routing_policies": {"routing_policies"},
+    "offload": {"offload"},
 }
 
 

@@ -1,0 +1,138 @@
+"""Policies of keeping experts resident: captured or recorded traces → hits, gap to Belady's bound, stall."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moejax.bench.experiment_run import ExperimentRun
+from moejax.bench.offload.config import OffloadSection
+from moejax.bench.quantization.metrics import WindowBootstrap
+from moejax.bench.quantization.text import read_windows
+from moejax.bench.routing.rows import expert_bytes
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.engine.llm import LLM
+from moejax.engine.requests.api import SamplingParams
+from moejax.report.progress import progress
+from moejax.results.result import Result
+from moejax.results.statistics import interval_fields
+from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
+from moejax.routing.residency import (
+    PREDICTORS,
+    Visits,
+    predict,
+    recorded_visits,
+    replay,
+    single_visits,
+    stall,
+)
+from moejax.routing.source import open_trace
+
+
+def run_offload(
+    open_model: Callable[[], LLM],
+    model: ModelConfig,
+    section: OffloadSection,
+    run: ExperimentRun,
+    *,
+    seed: int,
+) -> Result:
+    """Runs the experiment and finishes `run`; `cases` has a row per resident share and policy, `predictors`
+    one for each of them.
+
+    Args:
+        open_model: opens the model with `engine.capture_routing`; not called where a trace is given.
+        model: whose experts' bytes count, and which the trace has to fit.
+        seed: of windows and resamples.
+
+    Raises:
+        ConfigError: no experts, no trace or text; or too few slots for what one step needs.
+        OutputError, TrackingError: the results cannot be written or tracked.
+    """
+    if not any(model.moe_layers):
+        raise ConfigError(f"offload: {run.model} has no experts to keep resident")
+    if section.trace is None:
+        capture = _capture(open_model(), section, run, seed)
+        files = [capture.save(run.out_dir / CAPTURE_FILE)]
+    else:
+        capture, files = open_trace("offload.trace", section.trace, model), []
+        run.record(seeds={"seed": seed})
+    if section.batching == "single":
+        visits = single_visits(capture)
+    else:
+        visits = recorded_visits(capture.computed(), section.parts)
+    size = expert_bytes(model)
+    experts = len(capture.layers) * capture.num_experts
+    capacities = [int(share * experts) for share in section.shares]
+    boot = WindowBootstrap(
+        visits.accesses, resamples=section.resamples, confidence=section.confidence, seed=seed
+    )
+    foreseen = {name: predict(name, visits) for name in PREDICTORS}
+    policies = [*(name for name in section.policies if name != "belady"), "belady"]
+    missed, rows = {}, dict[tuple[str, int], dict[str, Any]]()
+    with progress("policies", total=len(policies)) as task:
+        for policy in policies:
+            task.describe(policy)
+            absent = replay(policy, visits, capacities, section.options)
+            missed[policy] = (absent & visits.needed[:, None]).sum((2, 3, 4))
+            stalls = _stall_fields(visits, absent, size, section, foreseen)
+            for at, capacity in enumerate(capacities):
+                rows[policy, at] = {"policy": policy, "resident_share": section.shares[at], "slots": capacity}
+                rows[policy, at] |= {name: values[at] for name, values in stalls.items()}
+            task.advance()
+    run.track()
+    for (policy, at), row in rows.items():
+        misses, least = missed[policy][:, at], missed["belady"][:, at]
+        row |= interval_fields("hit_rate", boot.mean(visits.accesses - misses))
+        row |= interval_fields("belady_gap", boot.mean(misses - least))
+        row["missed_bytes"] = float(misses.sum() * size)
+    cases = [rows[policy, at] for at in range(len(capacities)) for policy in policies]
+    metrics = {f"hit_rate_{row['policy']}_{100 * row['resident_share']:g}": row["hit_rate"] for row in cases}
+    about = {"traces": len(visits.needed), "accesses": int(visits.accesses.sum()), "expert_bytes": size}
+    predictors = [_predictor_row(name, foreseen[name], visits, section, seed) for name in PREDICTORS[1:]]
+    result = run.result(metrics=metrics, cases=cases, predictors=predictors, offload=about)
+    return run.finish(result, files=files)
+
+
+def _capture(llm: LLM, section: OffloadSection, run: ExperimentRun, seed: int) -> RoutingCapture:
+    """Routes the windows of the text, each as a prompt; what follows it is not used."""
+    windows = read_windows(
+        section.text, section.seq_len, section.max_windows, model_dir=llm.model_dir,
+        tokenizer=llm.tokenizer, seed=seed, max_model_len=llm.max_model_len, section="offload",
+    )  # fmt: skip
+    run.record(seeds={"seed": seed}, checkpoint=llm.model_dir, workload=windows.fingerprint)
+    whole = windows.tokens[windows.scored.all(axis=1), : section.seq_len]
+    llm.reset_capture()
+    llm.generate(whole.tolist(), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    capture = llm.routing_capture()
+    llm.close()
+    return capture
+
+
+def _stall_fields(
+    visits: Visits, absent: np.ndarray, size: float, section: OffloadSection, foreseen: dict[str, np.ndarray]
+) -> dict[str, list[float]]:
+    """Share of the time that waits for experts, for each capacity: without prefetch, and with each kind."""
+    compute_s, expert_s = section.compute_ms / 1e3, size / (section.link_gb_per_s * 1e9)
+    compute = visits.needed.any(3).sum() * compute_s
+    fields = {}
+    for name, predicted in foreseen.items():
+        seconds, moved = (part.sum(0) for part in stall(visits, absent, expert_s, compute_s, predicted))
+        end = "" if name == "none" else f"_{name}"
+        fields[f"stall_share{end}"] = (seconds / np.maximum(seconds + compute, 1e-30)).tolist()
+        fields[f"moved_bytes{end}"] = (moved * size).tolist()
+    return fields
+
+
+def _predictor_row(
+    name: str, predicted: np.ndarray, visits: Visits, section: OffloadSection, seed: int
+) -> dict[str, Any]:
+    """Precision and recall with intervals over traces."""
+    row: dict[str, Any] = {"predictor": name}
+    right = (predicted & visits.needed).sum((1, 2, 3))
+    for figure, of in (("precision", predicted.sum((1, 2, 3))), ("recall", visits.accesses)):
+        if of.all():
+            boot = WindowBootstrap(of, resamples=section.resamples, confidence=section.confidence, seed=seed)
+            row |= interval_fields(figure, boot.mean(right))
+    return row

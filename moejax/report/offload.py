@@ -1,0 +1,71 @@
+"""Tables and plot of `experiments.offload`. No JAX here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from moejax.report.figure import legend_below, new_figure
+from moejax.report.style import nth_color, run_title
+from moejax.report.tables import Column, column_table, rounded
+
+_NOTE = """\
+hits: % of the accesses; gap: to Belady's, in points; both with their bootstrap interval over traces
+moved: MB of experts without prefetch; stall: % of the time that waits for experts, without prefetch
+and with the experts prefetched that the layer visited a token before, or that a table foresees
+"""
+
+
+def _percent(value: float) -> str:
+    return rounded(value, 100, 1000)
+
+
+def _between(name: str, row: Mapping[str, Any]) -> str | None:
+    if row.get(name) is None:
+        return None
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    ends = "" if low is None else f" [{_percent(100 * low)}, {_percent(100 * high)}]"
+    return f"{_percent(100 * value)}{ends}"
+
+
+def print_offload(result: Mapping[str, Any], console: Console) -> None:
+    """A row for each resident share and policy, and one for each predictor."""
+    columns = (
+        Column("resident\n%", "resident_share", 100, once=True),
+        Column("policy", "policy", left=True),
+        Column("hits %", lambda row: _between("hit_rate", row)),
+        Column("gap", lambda row: _between("belady_gap", row)),
+        Column("moved\nMB", "missed_bytes", 1e-6, _percent),
+        *(
+            Column(f"stall %\n{name}", f"stall_share{end}", 100, _percent)
+            for name, end in (("", ""), ("token before", "_previous"), ("table", "_transition"))
+        ),
+    )
+    about = result["offload"]
+    of = f"{about['accesses']:,} accesses in {about['traces']} traces"
+    title = f"experts resident: {run_title(result)}\n{of}"
+    console.print(column_table(title, columns, result["cases"], section=lambda row: row["resident_share"]))
+    figures = [Column(f"{key} %", lambda row, key=key: _between(key, row)) for key in ("precision", "recall")]
+    console.print(
+        column_table(None, (Column("predictor", "predictor", left=True), *figures), result["predictors"])
+    )
+    console.print(_NOTE, highlight=False)
+
+
+def hits_plot(result: Mapping[str, Any]) -> Figure:
+    """Hit rate against the share of experts that have a slot, a line a policy, Belady's on top."""
+    figure, (axis,) = new_figure("Hits of resident experts", result, 7, 5)
+    names = list(dict.fromkeys(case["policy"] for case in result["cases"]))
+    for i, name in enumerate(names):
+        cases = [case for case in result["cases"] if case["policy"] == name]
+        cases.sort(key=lambda case: case["resident_share"])
+        look = {"color": "#444444", "linestyle": "--"} if name == "belady" else {"color": nth_color(i)}
+        places = [100 * case["resident_share"] for case in cases]
+        axis.plot(
+            places, [100 * case["hit_rate"] for case in cases], marker="os^"[i // 6 % 3], label=name, **look
+        )
+    axis.set_xlabel("experts with a slot, %")
+    axis.set_ylabel("hits, % of accesses")
+    legend_below(figure, [axis], fontsize=8)
+    return figure
