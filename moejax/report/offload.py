@@ -1,6 +1,7 @@
 """Tables and plot of `experiments.offload`. No JAX here."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -32,24 +33,23 @@ def _between(name: str, row: Mapping[str, Any]) -> str | None:
 def print_offload(result: Mapping[str, Any], console: Console) -> None:
     """A row for each resident share and policy, and one for each predictor."""
     columns = (
-        Column("resident\n%", "resident_share", 100, once=True),
+        Column("resident\n%", "resident_share", 100, _percent, once=True),
         Column("policy", "policy", left=True),
-        Column("hits %", lambda row: _between("hit_rate", row)),
-        Column("gap", lambda row: _between("belady_gap", row)),
+        Column("hits %", partial(_between, "hit_rate")),
+        Column("gap", partial(_between, "belady_gap")),
         Column("moved\nMB", "missed_bytes", 1e-6, _percent),
         *(
             Column(f"stall %\n{name}", f"stall_share{end}", 100, _percent)
-            for name, end in (("", ""), ("token before", "_previous"), ("table", "_transition"))
+            for name, end in (("", ""), ("previous", "_previous"), ("table", "_transition"))
         ),
     )
     about = result["offload"]
     of = f"{about['accesses']:,} accesses in {about['traces']} traces"
     title = f"experts resident: {run_title(result)}\n{of}"
     console.print(column_table(title, columns, result["cases"], section=lambda row: row["resident_share"]))
-    figures = [Column(f"{key} %", lambda row, key=key: _between(key, row)) for key in ("precision", "recall")]
-    console.print(
-        column_table(None, (Column("predictor", "predictor", left=True), *figures), result["predictors"])
-    )
+    predictors = [Column("predictor", "predictor", left=True)]
+    predictors += [Column(f"{key} %", partial(_between, key)) for key in ("precision", "recall")]
+    console.print(column_table(None, predictors, result["predictors"]))
     console.print(_NOTE, highlight=False)
 
 
@@ -60,11 +60,12 @@ def hits_plot(result: Mapping[str, Any]) -> Figure:
     for i, name in enumerate(names):
         cases = [case for case in result["cases"] if case["policy"] == name]
         cases.sort(key=lambda case: case["resident_share"])
-        look = {"color": "#444444", "linestyle": "--"} if name == "belady" else {"color": nth_color(i)}
-        places = [100 * case["resident_share"] for case in cases]
+        bound = name == "belady"
         axis.plot(
-            places, [100 * case["hit_rate"] for case in cases], marker="os^"[i // 6 % 3], label=name, **look
-        )
+            [100 * case["resident_share"] for case in cases], [100 * case["hit_rate"] for case in cases],
+            marker="os^"[i // 6 % 3], label=name, color="#444444" if bound else nth_color(i),
+            linestyle="--" if bound else "-",
+        )  # fmt: skip
     axis.set_xlabel("experts with a slot, %")
     axis.set_ylabel("hits, % of accesses")
     legend_below(figure, [axis], fontsize=8)

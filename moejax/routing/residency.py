@@ -92,6 +92,7 @@ class A2crConfig(Checked, section="offload.a2cr"):
         decay, threshold: of the plain policy, which at a cleanup evicts what scores below `threshold`.
         pressures, thresholds, decays: levels of the adaptive one, by falling pressure (slots taken over
             capacity): each holds above its pressure, the last one in any case.
+        mass_decay: share of the mass that a step takes off; 0: all mass so far counts.
         hysteresis: a level is left downwards only so far below its pressure.
         cleanup_steps, cleanup_seconds: a cleanup follows every so many steps, or seconds of compute.
     """
@@ -104,6 +105,7 @@ class A2crConfig(Checked, section="offload.a2cr"):
     pressures: list[float] = field(default_factory=lambda: [0.9, 0.7, 0.0])
     thresholds: list[float] = field(default_factory=lambda: [0.4, 0.3, 0.2])
     decays: list[float] = field(default_factory=lambda: [0.1, 0.05, 0.02])
+    mass_decay: Share = 0.0
     hysteresis: Share = 0.05
     cleanup_steps: PositiveInt = 32
     cleanup_seconds: PositiveNumber = 60.0
@@ -237,6 +239,7 @@ class _A2cr(_Scores):
         risen = (pressure <= bounds).sum(1)
         fallen = (pressure <= bounds - self.options.a2cr.hysteresis).sum(1)
         self.level = np.minimum(risen, np.maximum(self.level, fallen))
+        self.mass *= 1 - self.options.a2cr.mass_decay
         if step and step % self.every == 0:
             scores = self.keys(np.arange(len(resident)), step, 0, resident)
             resident &= scores >= self.thresholds[self.level][:, None]
@@ -388,8 +391,8 @@ def replay(
     absent = np.empty((T, len(capacities), S, L, E), bool)
     if policy in _QUEUED:
         for trace in range(T):
-            for at, capacity in enumerate(capacities):
-                _replay_queue(_QUEUED[policy](capacity), visits.needed[trace], absent[trace, at])
+            for at, slots in enumerate(capacities):
+                _replay_queue(_QUEUED[policy](slots), visits.needed[trace], absent[trace, at])
         return absent
     replays, capacity = np.repeat(np.arange(T), len(capacities)), np.tile(capacities, T)
     state = _SCORED[policy](visits, replays, capacity, options or ReplayOptions())

@@ -17,16 +17,9 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.report.progress import progress
 from moejax.results.result import Result
 from moejax.results.statistics import interval_fields
+from moejax.routing import residency
 from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
-from moejax.routing.residency import (
-    PREDICTORS,
-    Visits,
-    predict,
-    recorded_visits,
-    replay,
-    single_visits,
-    stall,
-)
+from moejax.routing.residency import PREDICTORS, Visits, predict, replay, stall
 from moejax.routing.source import open_trace
 
 
@@ -59,9 +52,9 @@ def run_offload(
         capture, files = open_trace("offload.trace", section.trace, model), []
         run.record(seeds={"seed": seed})
     if section.batching == "single":
-        visits = single_visits(capture)
+        visits = residency.single_visits(capture)
     else:
-        visits = recorded_visits(capture.computed(), section.parts)
+        visits = residency.recorded_visits(capture.computed(), section.parts)
     size = expert_bytes(model)
     experts = len(capture.layers) * capture.num_experts
     capacities = [int(share * experts) for share in section.shares]
