@@ -57,7 +57,7 @@ def run_offload(
         visits = residency.recorded_visits(capture.computed(), section.parts)
     size = expert_bytes(model)
     experts = len(capture.layers) * capture.num_experts
-    capacities = [int(share * experts) for share in section.shares]
+    capacities = [round(share * experts) for share in section.shares]
     boot = WindowBootstrap(
         visits.accesses, resamples=section.resamples, confidence=section.confidence, seed=seed
     )
