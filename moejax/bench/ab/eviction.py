@@ -56,7 +56,7 @@ def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
         return []
     case = largest_batch(load)[0]
     llm, length = engines[0][1], case.prompt_len + case.output_len
-    given = {"model_dir": folder, "tokenizer": llm.tokenizer, "seed": 0}
+    given: dict[str, Any] = {"model_dir": folder, "tokenizer": llm.tokenizer, "seed": 0}
     texts = [
         read_windows("auto", *sizes, **given) for sizes in ((length, _WINDOWS), (case.prompt_len, _NEEDLES))
     ]
@@ -65,8 +65,9 @@ def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     base: list[list[Logprob]] = []
     for name, llm in engines:
-        told, held = decode(llm, windows, case.prompt_len)
-        again, other = (decode(llm, prompts, -NEEDLE)[0] for prompts in (behind, control))
+        plain = llm.variant(dataclasses.replace(llm.engine_config, overlap=False))
+        told, held = decode(plain, windows, case.prompt_len)
+        again, other = (decode(plain, prompts, -NEEDLE)[0] for prompts in (behind, control))
         base = base or told
         gain = np.array([[x.logprob for x in row[2:]] for row in again])
         gain -= [[x.logprob for x in row[2:]] for row in other]
@@ -97,10 +98,9 @@ def decode(
         What the engine thinks of each token; and what a sequence takes of the cache, in bytes, while the most
         of them run: the most, and at the end.
     """
-    engine = dataclasses.replace(llm.engine_config, overlap=False)
-    evicting, used = llm.variant(engine), []
-    size = block_bytes(llm.config, engine.block_size, llm.kv_cache_dtype)
-    evicting.engine.on_step = lambda record: used.append((record.sequences, record.used_blocks * size))
+    used: list[tuple[int, int]] = []
+    size = block_bytes(llm.config, llm.engine_config.block_size, llm.kv_cache_dtype)
+    llm.engine.on_step = lambda record: used.append((record.sequences, record.used_blocks * size))
     outputs = [row[prompt_len:] for row in sequences]
     params = [
         SamplingParams(
@@ -112,11 +112,11 @@ def decode(
         )
         for row in outputs
     ]
-    requests = evicting.builder.to_generate([row[:prompt_len] for row in sequences], params)
+    requests = llm.builder.to_generate([row[:prompt_len] for row in sequences], params)
     words = -(-llm.config.vocab_size // 32)
     for request, row in zip(requests, outputs, strict=True):
         request.sequences[0].constraint = Forced(row, words)
-    evicting.engine.run(requests)
+    llm.engine.run(requests)
     most = max(count for count, _ in used)
     held = [each / count for count, each in used if count == most]
     told = [request.output.outputs[0].logprobs or [] for request in requests]
