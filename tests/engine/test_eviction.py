@@ -13,6 +13,7 @@ from moejax.engine.scheduling.eviction import FOREVER
 from moejax.engine.scheduling.sequence import Sequence
 from tests.engine.asks import Ask
 from tests.engine.host_engine import LOOPS, HostEngine, Limits
+from tests.examples import examples
 from tests.plain.evicted import last_queries
 
 METHODS = ("window", "h2o", "snapkv")
@@ -57,7 +58,7 @@ def test_one_request(method: str, overlap: bool) -> None:
 def test_random_workloads(method: str) -> None:
     """Memory is short, requests are aborted, steps fail: samples get what they get alone."""
     events = Counter[str]()
-    for seed in range(24):
+    for seed in range(examples(48)):
         chance = random.Random(seed)
         size, seqs = chance.randint(1, 6), chance.randint(1, 6)
         recent, sinks = chance.randint(1, 40 if method == "window" else 9), chance.randint(0, 5)

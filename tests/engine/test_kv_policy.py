@@ -56,7 +56,7 @@ def llm(request: Any) -> LLM:
     return LLM(MODELS[request.param], load_format="dummy", engine=engine("none"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["window", "h2o"], list(METHODS)))
 def test_the_masked_twin(method: str, llm: LLM) -> None:
     """Log-probabilities of every sampled token, and of h2o and snapkv the blocks that were evicted and when;
     with several samples, chunks beside decodes, and preemptions."""
@@ -104,6 +104,7 @@ def test_a_budget_for_all_evicts_nothing(method: str, llm: LLM) -> None:
     assert np.array_equal(*told)
 
 
+@pytest.mark.slow
 def test_memory_falls(llm: LLM) -> None:
     """After the prompt as many blocks are held as the policy keeps, and all are free at the end."""
     held = {}
@@ -117,6 +118,7 @@ def test_memory_falls(llm: LLM) -> None:
     assert held == {"window": 1 + 2, "h2o": 4, "snapkv": 4 + 13 - 8}
 
 
+@pytest.mark.slow
 def test_scores_heed_windows_alone(llm: LLM) -> None:
     """A prompt that is scored is masked by "window", and by the others not at all."""
     ids = prompt(40)

@@ -95,12 +95,12 @@ def decode(
     """Decodes what is given of each sequence from `prompt_len` on, all at once where they fit.
 
     Returns:
-        What the engine thinks of each token; and what a sequence takes of the cache, in bytes, while the most
-        of them run: the most, and at the end.
+        What the engine thinks of each token; and what a sequence takes of the cache, in bytes: at most, and
+        in the last step that the most of them run in.
     """
     used: list[tuple[int, int]] = []
     size = block_bytes(llm.config, llm.engine_config.block_size, llm.kv_cache_dtype)
-    llm.engine.on_step = lambda record: used.append((record.sequences, record.used_blocks * size))
+    llm.engine.on_step = lambda record: used.append((record.running, record.used_blocks * size))
     outputs = [row[prompt_len:] for row in sequences]
     params = [
         SamplingParams(
@@ -118,9 +118,9 @@ def decode(
         request.sequences[0].constraint = Forced(row, words)
     llm.engine.run(requests)
     most = max(count for count, _ in used)
-    held = [each / count for count, each in used if count == most]
+    end = [each / count for count, each in used if count == most][-1]
     told = [request.output.outputs[0].logprobs or [] for request in requests]
-    return told, {"peak_cache_bytes": max(held), "end_cache_bytes": held[-1]}
+    return told, {"peak_cache_bytes": max(each / count for count, each in used), "end_cache_bytes": end}
 
 
 def kl(base: Logprob, other: Logprob) -> float:
