@@ -126,8 +126,8 @@ def test_what_is_said_of_vllms_parameters_and_methods(title: str) -> None:
         in_place = not said.startswith(("not there", "other: a function"))
         assert [name in there for name in names] == [in_place] * len(names)
     if title == "SamplingParams":
-        with pytest.raises(RequestError, match="SamplingParams: unknown keyword 'detokenize'"):
-            SamplingParams(detokenize=False)  # type: ignore[call-arg]
+        with pytest.raises(RequestError, match="SamplingParams: unknown keyword 'logits_processors'"):
+            SamplingParams(logits_processors=[])  # type: ignore[call-arg]
 
 
 @pytest.mark.slow

@@ -6,11 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.launch.schema import InferenceSections, ModelSections, QuantizationConfig, ServingSections
+from experiments.launch.schema import (
+    InferenceSections,
+    ModelSections,
+    QuantizationConfig,
+    RoutingPoliciesConfig,
+    ServingSections,
+)
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.registry import open_backends as open_section
 from moejax.bench.experiment_run import DRY_RUN, DryRunEnds
+from moejax.bench.routing_policies.config import PolicyPreset
+from moejax.core.config import EngineConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.report.progress import progress
@@ -46,8 +54,18 @@ def open_quantized(config: QuantizationConfig, quant: QuantConfig | None) -> LLM
     return _open(config, quant)
 
 
-def _open(config: ModelSections, quant: QuantConfig | None, **more: Any) -> LLM:
-    model, engine, planned = config.model, config.engine, DRY_RUN.get()
+def open_with_policy(config: RoutingPoliciesConfig, policy: PolicyPreset | None) -> LLM:
+    """Opens the model with experts chosen by a policy, or by its own; raises what `LLM` raises."""
+    engine = config.engine
+    return _open(
+        config, config.quant, engine if policy is None else replace(engine, moe=policy.of(engine.moe))
+    )
+
+
+def _open(
+    config: ModelSections, quant: QuantConfig | None, engine: EngineConfig | None = None, **more: Any
+) -> LLM:
+    model, engine, planned = config.model, engine or config.engine, DRY_RUN.get()
     if planned is not None and engine.autotune == "measure":
         engine = replace(engine, autotune="cached")
     llm = LLM(

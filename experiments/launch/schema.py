@@ -18,6 +18,7 @@ from moejax.bench.program.config import ProgramSection
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.ramp.config import RampConfig
 from moejax.bench.routing.config import RoutingSelection, needs_model
+from moejax.bench.routing_policies.config import RoutingPoliciesSection
 from moejax.bench.scaling.config import ScalingSection
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.stress.config import StressSection
@@ -356,6 +357,11 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
+        if (method := self.engine.moe.routing.method) != "top_k":
+            raise ConfigError(
+                f"engine.moe.routing.method={method}: who is sent where depends on the routers' scores, "
+                "which a simulation has not; use top_k"
+            )
         self.simulate.asked(self.workload)
         if self.ablation.stages and self.simulate.mode != "run":
             raise ConfigError(f"ablation.stages: simulate.mode={self.simulate.mode} has none")
@@ -375,6 +381,27 @@ class QuantizationConfig(RecordedSections, ModelSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse_capture("quantization")
+
+
+@dataclass(frozen=True)
+class RoutingPoliciesConfig(RecordedSections, ModelSections):
+    """`python -m experiments.routing_policies`: its policies are its own."""
+
+    routing_policies: RoutingPoliciesSection = field(kw_only=True)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_capture("routing_policies")
+        for key, value, own in (
+            ("execution", self.engine.moe.execution, "grouped or dense"),
+            ("routing.method", self.engine.moe.routing.method, "top_k"),
+        ):
+            if value not in own:
+                raise ConfigError(
+                    f"engine.moe.{key}={value}: policies are compared with the model's own choice, {own}; "
+                    "name others in routing_policies.presets"
+                )
 
 
 @dataclass(frozen=True)

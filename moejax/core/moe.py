@@ -6,20 +6,54 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from moejax.core.checked import Among, Checked, PositiveInt, PositiveNumber
+from moejax.core.checked import Among, Checked, OpenShare, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError
 
 MoeExecution = Literal["dense", "capacity", "grouped"]
 ExpertLayout = Literal["auto", "edf", "efd"]
 OverflowPolicy = Literal["drop", "reroute"]
+RoutingMethod = Literal["top_k", "top_p", "confidence", "ratio", "batch", "bias"]
 
 LAYOUTS: tuple[ExpertLayout, ...] = ("edf", "efd")
 PRODUCTS = ("auto", "blocks_mixed", "blocks_uniform", "batched", "ragged_dot", "pallas_triton")
 
 
 @dataclass(frozen=True)
+class RoutingPolicy(Checked, section="engine.moe.routing"):
+    """Which experts a token visits at inference: the model's own k, fewer, or others. All but "top_k" change
+    the result. Weights are those that the model gives to the experts that are left, renormalised where it
+    renormalises.
+
+    Attributes:
+        method: "top_k" runs the k experts that the model's router chooses. Three leave out of these k, token
+            by token: "top_p" all after those that together have `threshold` of the probability (a sigmoid
+            router's scores over their sum; Huang et al., arXiv 2403.07652, here at most k); "confidence" all
+            but `min_experts` where the best one has `threshold` of it (after Li et al., EMNLP 2023);
+            "ratio" those below `threshold` times the best one's (Lu et al., arXiv 2402.14800). Two choose by
+            what else is in the step: "batch" gives a token its best `min_experts`, and fills up to k with
+            the best ones that some token of the step visits in any case (Oncescu et al., arXiv 2511.02237);
+            "bias" adds to each expert's score a bias, which rises by `rate` after every step in which the
+            expert had less than the mean load, and falls where it had more (Wang et al., arXiv 2408.15664);
+            a step that was launched before is told nothing of it.
+        threshold: see `method`.
+        min_experts: experts that a token has in any case.
+        rate: see `method`; scores are probabilities, or a sigmoid's.
+    """
+
+    method: RoutingMethod = "top_k"
+    threshold: OpenShare = 0.5
+    min_experts: PositiveInt = 1
+    rate: PositiveNumber = 0.001
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether a token's experts depend on the other tokens of a step."""
+        return self.method in ("batch", "bias")
+
+
+@dataclass(frozen=True)
 class MoeConfig(Checked, section="engine.moe"):
-    """Execution of the expert layers; it changes speed, and with `capacity` also the result.
+    """Execution of the expert layers; it changes speed, and with `capacity` and `routing` also the result.
 
     `capacity_factor` c gives each expert capacity for ceil(c · T · k / E) of a batch's T·k assignments.
     `grouped_matmul` names the implementation of `grouped`'s products (`moejax.ops.dispatch`); `block_rows`
@@ -27,7 +61,7 @@ class MoeConfig(Checked, section="engine.moe"):
     the mean rows an expert gets).
     `expert_layout` is how the experts' matrices lie in memory: "edf" (gate and up `[E, D, F]`, down
     `[E, F, D]`) or "efd" (each transposed). "auto" is "edf" for a module of its own; `LLM` takes what is
-    faster on its platform.
+    faster on its platform. `routing`: see `RoutingPolicy`.
     """
 
     execution: MoeExecution = "grouped"
@@ -36,6 +70,7 @@ class MoeConfig(Checked, section="engine.moe"):
     block_rows: PositiveInt | None = None
     grouped_matmul: Annotated[str, Among(PRODUCTS)] = "auto"
     expert_layout: ExpertLayout = "auto"
+    routing: RoutingPolicy = field(default_factory=RoutingPolicy)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +79,14 @@ class MoeConfig(Checked, section="engine.moe"):
                 "engine.moe.block_rows fixes the height of all blocks, but grouped_matmul 'blocks_mixed' "
                 "takes it from each expert's rows: give one or the other"
             )
+
+    @property
+    def by_batch(self) -> str | None:
+        """The key and value by which a token's result depends on the other tokens of a step, None if none."""
+        if self.execution == "capacity":
+            return "engine.moe.execution=capacity: what an expert drops"
+        method = self.routing.method
+        return f"engine.moe.routing.method={method}: who is chosen" if self.routing.by_batch else None
 
     def capacity(self, tokens: int, top_k: int, num_experts: int) -> int:
         """Counts the rows per expert: ceil(factor · N·k / E), at least 1 and at most N."""

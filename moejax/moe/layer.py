@@ -60,7 +60,7 @@ class MoELayer(nnx.Module):
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.parallel, self.axes = parallel or ParallelConfig(), axes
         extra = self.parallel.redundant_experts
-        self.router = Router(config, dtype, kernels)
+        self.router = Router(config, dtype, kernels, moe.routing)
         hidden = config.shared_expert_intermediate_size
         # To the next norm's kernel, unless a shared expert or other devices add something first.
         leaves_sums = kernels != "xla" and not (hidden or extra or axes.expert or axes.tensor)

@@ -15,7 +15,7 @@ from moejax.nn.param import ParamSpec, path_name
 
 
 class Placed(nnx.Variable):
-    """An integer table that placement writes; not a weight."""
+    """A table that the engine writes between two steps; not a weight."""
 
 
 class ReplicaTable(nnx.Module):

@@ -9,6 +9,8 @@ from flax import nnx
 
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.moe import RoutingPolicy
+from moejax.moe.replicas import Placed
 from moejax.nn.lora import Lora
 from moejax.nn.param import ParamSpec, declare
 from moejax.nn.quantized import QuantizedWeight, Weight, matmul_of
@@ -23,7 +25,7 @@ class Routing(NamedTuple):
 
     Attributes:
         ids: int32 `[N, k]`, experts in order of falling probability. `E` marks an assignment that is not
-            made: a padding token's, or one dropped for lack of capacity.
+            made: a padding token's, one dropped for lack of capacity, or left out by a `RoutingPolicy`.
         weights: float32 `[N, k]`; 0 where no assignment is made.
         logits: float32 `[N, E]`.
     """
@@ -50,10 +52,13 @@ class Router(nnx.Module):
 
     Softmax and no groups is what Mixtral, Qwen-MoE and OLMoE share; Mixtral's "softmax over the top k" equals
     renormalising. `RouterConfig` has the others. `kernels` names the implementation of a GPU kernel for all
-    but the product, "xla" for none; there is none of two levels and of SparseMixer.
+    but the product, "xla" for none; there is none of two levels and of SparseMixer, and none for policies
+    that choose other experts than the model's k.
     """
 
-    def __init__(self, config: ModelConfig, dtype: Any, kernels: str = "xla") -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: Any, kernels: str = "xla", policy: RoutingPolicy | None = None
+    ) -> None:
         D, E, scale = config.hidden_size, config.num_experts, config.initializer_range
         self.kernel: Weight = declare(ParamSpec((D, E), ("embed", None), dtype, "normal", scale))
         gate = ParamSpec((D, config.router.groups), ("embed", None), dtype, "normal", scale)
@@ -65,8 +70,10 @@ class Router(nnx.Module):
         self.num_experts = E
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
-        self.config = config.router
-        self.kernels = kernels if config.router.has_kernel else "xla"
+        self.config, self.policy = config.router, policy or RoutingPolicy()
+        self.kernels = kernels if config.router.has_kernel and not self.policy.by_batch else "xla"
+        biased, spec = self.policy.method == "bias", ParamSpec((E,), (None,), jnp.dtype("float32"))
+        self.load_bias = Placed(jnp.zeros(E), spec=spec) if biased else None
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, replay: Replay | None = None) -> Routing:
@@ -85,9 +92,14 @@ class Router(nnx.Module):
         # In the kernel's order, so that a trace has the logits that it chose by.
         logits = sum(parts[1:], parts[0])
         if replay is None and self.kernels != "xla":
-            return Routing(*self._kernel(parts, valid), logits)
-        if replay is None:
+            ids, weights = self._kernel(parts, valid)
+            if self.policy.method == "top_k":
+                return Routing(ids, weights, logits)
+            ids, weights = self._by_policy(logits, ids, valid)
+        elif replay is None:
             ids, weights = self._choose(logits)
+            if self.policy.method != "top_k":
+                ids, weights = self._by_policy(logits, ids, valid)
         else:
             ids, given = replay
             weights = self.weights_of(logits, ids) if given is None else given
@@ -128,6 +140,35 @@ class Router(nnx.Module):
             _, ids = top_k(self._eligible(scores), self.top_k)
             weights = jnp.take_along_axis(scores, ids, axis=-1)
         return ids, self._weights(weights)
+
+    def _by_policy(
+        self, logits: jax.Array, ids: jax.Array, valid: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the ids and weights `[N, k]` that `policy` makes of the model's own ids, E for none."""
+        policy, E = self.policy, self.num_experts
+        scores = self._scores(logits)
+        first = jnp.arange(ids.shape[1]) < policy.min_experts
+        if policy.by_batch:
+            wanted = logits if self.config.scores == "sparsemixer" else self._eligible(scores)
+            if self.load_bias is not None:
+                wanted = wanted + self.load_bias[...][None]
+            else:
+                real = first[None] if valid is None else first[None] & valid[:, None]
+                hit = expert_counts(jnp.where(real, ids, E), E) > 0
+                wanted = jnp.where(hit[None], wanted, -jnp.inf)
+            # Two levels leave experts out by their logits.
+            best, ids = top_k(jnp.where(logits > -jnp.inf, wanted, -jnp.inf), ids.shape[1])
+            ids = jnp.where(best > -jnp.inf, ids, E)
+        else:
+            mine = jnp.take_along_axis(scores, jnp.minimum(ids, E - 1), axis=1)
+            share, best = mine / jnp.sum(scores, axis=1, keepdims=True), mine.max(axis=1, keepdims=True)
+            kept = {
+                "top_p": jnp.cumsum(share, axis=1) - share < policy.threshold,
+                "confidence": share.max(axis=1, keepdims=True) < policy.threshold,
+                "ratio": mine >= policy.threshold * best,
+            }
+            ids = jnp.where(first[None] | kept[policy.method], ids, E)
+        return ids, self.weights_of(logits, ids)
 
     def _scores(self, logits: jax.Array) -> jax.Array:
         """Maps logits `[N, E]` to scores between 0 and 1."""

@@ -69,6 +69,9 @@ EXPERIMENTS: Mapping[str, Report] = {
             "replay": "quantization:replay_plot",
         },
     ),
+    "routing_policies": Report(
+        "routing_policies:print_routing_policies", {"pareto": "routing_policies:pareto_plot"}
+    ),
     "scaling": Report(
         "scaling:print_scaling", {"scaling": "scaling:layouts_plot", "routing": "scaling:routed_plot"}
     ),

@@ -174,18 +174,18 @@ class Letters:
 def test_windows_predict_every_token_once(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(chr(40 + i) for i in range(23)))
-    found = read_windows(str(file), 5, None, model_dir=None, tokenizer=Letters(), seed=0)
+    found = read_windows(str(file), 5, None, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
     assert found.tokens.shape == (5, 6) and found.num_tokens == 22
     assert found.tokens[:, 1:][found.scored].tolist() == list(range(41, 63))
-    drawn = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0)
+    drawn = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
     assert len(drawn.tokens) == 3 and len({row.tobytes() for row in drawn.tokens}) == 3
-    again = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0)
+    again = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
     assert drawn.fingerprint == again.fingerprint != found.fingerprint
 
 
 def test_a_text_that_cannot_be_scored_is_named(tmp_path):
     def read(text="auto", **changes):
-        how = {"model_dir": tmp_path, "tokenizer": Letters(), "seed": 0} | changes
+        how = {"model_dir": tmp_path, "tokenizer": Letters(), "seed": 0, "max_model_len": 64} | changes
         return read_windows(text, 5, None, **how)
 
     with pytest.raises(ConfigError, match=r"has no held_out\.txt; give one with quantization\.text=FILE"):

@@ -235,7 +235,8 @@ def test_only_where_a_request_is_alone(
     ) as llm:
         for call in (lambda: llm.resume(kept), lambda: llm.interrupt("0")):
             with pytest.raises(
-                RequestError, match=r"depend on what else is in its steps \(limited capacity\)"
+                RequestError,
+                match=r"depend on what else is in its steps \(limited capacity, routing by batch\)",
             ):
                 call()
 

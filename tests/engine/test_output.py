@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
+from moejax.core.errors import RequestError
 from moejax.engine.requests.api import SamplingParams
 from moejax.engine.requests.builder import end_tokens
 from moejax.engine.requests.output import OutputProcessor, StreamChunk
@@ -248,3 +249,18 @@ def test_special_tokens_are_known_but_not_shown(special: str) -> None:
     assert token is not None and tokenizer.encode(f"a{special}") == [*ids("a"), token]
     assert tokenizer.decode([*ids("a"), token]) == "a"
     assert tokenizer.vocab_size == BYTES.get_vocab_size()
+
+
+def test_special_tokens_are_shown_where_asked_for() -> None:
+    tokens = [*ids("a"), *[BYTES.token_to_id(special) for special in SPECIALS[1:]], *ids("b")]
+    shown, chunks = feed(tokens, SamplingParams(skip_special_tokens=False))
+    assert shown.output.text == "".join(chunk.text for chunk in chunks) == f"a{''.join(SPECIALS[1:])}b"
+    assert feed(tokens, SamplingParams())[0].output.text == "ab"
+
+
+def test_outputs_without_a_text() -> None:
+    builder, chunks = feed([*one_by_one("ab"), EOS], SamplingParams(detokenize=False))
+    assert builder.output.text == "" == "".join(chunk.text for chunk in chunks)
+    assert builder.output.token_ids == [*one_by_one("ab"), EOS] and builder.output.finish_reason == "stop"
+    with pytest.raises(RequestError, match="stop is sought in the text"):
+        SamplingParams(stop=["a"], detokenize=False)

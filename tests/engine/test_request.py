@@ -47,6 +47,8 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("allowed_token_ids", "allowed_token_ids must be a list of token ids", [5, "5"]),
     ("allowed_token_ids", "allowed_token_ids[{}] must be an integer of at least 0", [[-1], [1.0]]),
     ("best_of", "best_of must be an integer of at least 1", [0, "2"]),
+    ("detokenize", "detokenize must be True or False", [None, 0, "no"]),
+    ("skip_special_tokens", "skip_special_tokens must be True or False", [None, 1, "yes"]),
     ("include_stop_str_in_output", "include_stop_str_in_output must be True or False", [None, 0, "no"]),
 ]
 

@@ -97,7 +97,7 @@ def test_what_is_shared_changes_nothing() -> None:
         engine = dataclasses.replace(ENGINE, prefix_cache=PrefixCacheConfig(enabled=enabled))
         with LLM("tiny", engine=engine) as llm:
             found.append(beam_search(llm, prompts, params))
-            assert (llm.stats()["prefix_hit_rate"] or 0) > 0.5 * enabled
+            assert (llm.stats().get("prefix_hit_rate") or 0) >= 0.5 * enabled
     for one, other in zip(*found, strict=True):
         assert [x.token_ids for x in one] == [x.token_ids for x in other]
         assert [x.score for x in one] == pytest.approx([x.score for x in other], abs=1e-4)

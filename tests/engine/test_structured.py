@@ -62,7 +62,7 @@ def asks(count: int, **options: Any) -> tuple[list[str], list[SamplingParams], l
     schemas = [random_schema(chance) for _ in range(count)]
     params = [
         SamplingParams(
-            max_tokens=200,
+            max_tokens=150,
             temperature=(0.0, 1.0)[i % 2],
             seed=i,
             structured_outputs={"json": schema},
@@ -114,7 +114,7 @@ def test_however_steps_are_made_outputs_are_the_same() -> None:
     variants: dict[str, dict[str, Any]] = {
         "overlapped": {},
         "plain": {"overlap": False},
-        "preempted": {"num_blocks": 24, "block_buckets": [24], "block_size": 16, "preemption": "swap"},
+        "preempted": {"num_blocks": 40, "block_size": 4, "max_model_len": 160, "preemption": "swap"},
         "chunks": {"max_num_batched_tokens": 9, "prefix_cache": PrefixCacheConfig(enabled=True)},
         **{name: {"speculation": config} for name, config in DRAFTS.items()},
         "verified": {"deterministic": "verified", "verified_share": 0.5, "verify_every": 5},

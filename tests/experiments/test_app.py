@@ -193,6 +193,7 @@ OTHER_THAN_DEFAULT = {
     "generate": {"sampling"},
     "stress": {"engine"},
     "quantization": {"quantization"},
+    "routing_policies": {"routing_policies"},
 }
 
 

@@ -26,20 +26,34 @@ class SpeedSection(Checked, section="quantization.speed"):
 
 
 @dataclass(frozen=True)
-class QuantizationSection(Checked, section="quantization"):
+class HeldOutText(Checked):
+    """The text that models are compared on.
+
+    Attributes:
+        text: the held-out text, a UTF-8 file; "auto" is `held_out.txt` in the model's folder.
+        seq_len: tokens predicted in each window.
+        max_windows: windows drawn from the text, without repeats; None takes all of them, in which case every
+            token but the first is predicted once.
+        resamples: bootstrap resamples of the windows.
+        confidence: of every interval.
+    """
+
+    text: str = "auto"
+    seq_len: PositiveInt = 256
+    max_windows: Annotated[int, at_least(2)] | None = None
+    resamples: Annotated[int, at_least(100)] = 2000
+    confidence: OpenShare = 0.95
+
+
+@dataclass(frozen=True)
+class QuantizationSection(HeldOutText, section="quantization"):
     """Which methods, measured on which text.
 
     Attributes:
         methods: names among `presets`, in the table's order.
         presets: name → its configuration. On the command line the files of `configs/quant/`.
         calibration: replaces every preset's own, so that all methods see the same tokens; None leaves them.
-        text: the held-out text, a UTF-8 file; "auto" is `held_out.txt` in the model's folder.
-        seq_len: tokens predicted in each window.
-        max_windows: windows drawn from the text, without repeats; None takes all of them, in which case every
-            token but the first is predicted once.
         batch_size: windows that run at a time.
-        resamples: bootstrap resamples of the windows.
-        confidence: of every interval.
         popularity_bins: groups of a layer's experts by popularity, with as nearly the same number of each.
         routing_trace: a routing trace or a run's folder with one: experts' popularity, by which their errors
             are grouped and weighted, is its load; None: that of the held-out text.
@@ -49,12 +63,7 @@ class QuantizationSection(Checked, section="quantization"):
     methods: list[str] = field(default_factory=list)
     presets: dict[str, QuantConfig] = field(default_factory=dict)
     calibration: CalibrationConfig | None = None
-    text: str = "auto"
-    seq_len: PositiveInt = 256
-    max_windows: Annotated[int, at_least(2)] | None = None
     batch_size: PositiveInt = 16
-    resamples: Annotated[int, at_least(100)] = 2000
-    confidence: OpenShare = 0.95
     popularity_bins: PositiveInt = 4
     routing_trace: str | None = None
     speed: SpeedSection = field(default_factory=SpeedSection)

@@ -23,8 +23,10 @@ from flax import nnx
 from moejax.bench.quantization.metrics import Evaluation
 from moejax.bench.quantization.text import Windows
 from moejax.cache.rounded import RoundedLayer
+from moejax.engine.routing.load_bias import moved
 from moejax.models.decoder import Decoder, DecoderLayer, told_of
 from moejax.moe.layer import RoutingTrace
+from moejax.moe.replicas import Placed
 from moejax.moe.router import Replay, Routing, expert_counts
 from moejax.nn.rope import rope_tables
 from moejax.ops.row_sums import summed
@@ -71,13 +73,19 @@ class Evaluator:
         return -(-len(self.windows.tokens) // self.batch_size)
 
     def __call__(
-        self, quantized: Decoder, kv_cache: str = "auto", advance: Callable[[], None] = lambda: None
+        self,
+        quantized: Decoder,
+        kv_cache: str = "auto",
+        advance: Callable[[], None] = lambda: None,
+        by_step: bool = False,
     ) -> Evaluation:
         """Goes layer by layer, so that one program serves all layers that are built alike.
 
         Args:
             kv_cache: dtype that keys and values are rounded to before they are attended to.
             advance: called after every batch.
+            by_step: the experts of "free" see the windows' tokens at one position at a time, as a decode step
+                of so many sequences does; nothing is replayed then ("replayed" is "free").
         """
         heads = nnx.split(self.full), nnx.split(quantized)
         layers = [
@@ -92,7 +100,7 @@ class Evaluator:
             for number, (full, other) in enumerate(layers):
                 graphs, states = (full[0], other[0]), (full[1], other[1])
                 told = told_of(self.full.config, number, rope)
-                streams, stats = _layer(*graphs, kv_cache, *states, streams, told, positions, scored)
+                streams, stats = _layer(*graphs, kv_cache, by_step, *states, streams, told, positions, scored)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
             batches.append(jax.device_get((ends, layer_stats)))
@@ -166,11 +174,12 @@ def _losses(graph: Any, state: Any, stream: Stream, targets: jax.Array) -> jax.A
     return jax.lax.map(lambda row: compare_logits(model.logits(row[0])[None], row[1])[0][0], pairs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _layer(
     full_graph: Any,
     graph: Any,
     kv_cache: str,
+    by_step: bool,
     full_state: Any,
     state: Any,
     streams: Streams,
@@ -186,10 +195,43 @@ def _layer(
     x, out, recorded = full.feed_forward(total, None, scored)
     replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
     cache = None if kv_cache == "auto" or layer.is_linear else RoundedLayer(kv_cache)
-    *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
-    *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
+    if by_step:
+        *free, trace = _by_position(layer, *layer.attend(*streams.free, rope, positions, cache)[:2], scored)
+        forced, shadow = free, trace
+    else:
+        *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
+        *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
     outputs = Streams(Stream(x, summed(out, x)), Stream(*free), Stream(*forced))
     return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored)
+
+
+def _by_position(
+    layer: DecoderLayer, x: jax.Array, attended: jax.Array, scored: jax.Array
+) -> tuple[jax.Array, jax.Array, RoutingTrace | None]:
+    """Runs the second half of a layer on x and attended `[B, T, D]`, scored `[B, T]`, for one of the T after
+    the other; biases that follow the load begin anew."""
+    graph, state = nnx.split(layer)
+
+    def step(bias: jax.Array | None, inputs: Any) -> Any:
+        column: DecoderLayer = nnx.merge(graph, state)
+        router = None if column.moe is None else column.moe.router
+        if router is not None and router.load_bias is not None:
+            router.load_bias = Placed(bias)
+        x, residual, valid = (part[:, None] for part in inputs)
+        x, out, trace = column.feed_forward(x, residual, valid)
+        if bias is not None:
+            assert trace is not None and router is not None
+            bias = moved(bias, trace.counts, router.policy.rate)
+        return bias, (x[:, 0], summed(out, x)[:, 0], trace)
+
+    biased = layer.moe is not None and layer.moe.router.load_bias is not None
+    start = jnp.zeros(layer.moe.num_experts) if biased and layer.moe is not None else None
+    columns = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0), (x, attended, scored))
+    x, out, trace = jax.lax.scan(step, start, columns)[1]
+    if trace is not None:
+        tokens = [jnp.moveaxis(part[:, :, 0], 0, 1) for part in trace[:3]]
+        trace = RoutingTrace(*tokens, *(part.sum(axis=0) for part in trace[3:]))
+    return jnp.moveaxis(x, 0, 1), jnp.moveaxis(out, 0, 1), trace
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

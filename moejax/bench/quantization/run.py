@@ -136,12 +136,8 @@ def run_quantization(
         model_dir=full.model_dir,
         tokenizer=full.tokenizer,
         seed=seed,
+        max_model_len=full.max_model_len,
     )
-    if section.seq_len + 1 > full.max_model_len:
-        raise ConfigError(
-            f"quantization.seq_len={section.seq_len} and one token more exceed the limit of"
-            f" {full.max_model_len} tokens; shorten the windows"
-        )
     loads = None
     if section.routing_trace is not None:
         capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)

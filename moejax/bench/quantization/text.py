@@ -45,6 +45,8 @@ def read_windows(
     model_dir: Path | None,
     tokenizer: Tokenizer | None,
     seed: int,
+    max_model_len: int,
+    section: str = "quantization",
 ) -> Windows:
     """Cuts a text into windows of `seq_len` predicted tokens. They follow one another, so that every token of
     the text but the first is predicted at most once; the first ones of a window see little context.
@@ -52,29 +54,36 @@ def read_windows(
     Args:
         text: a UTF-8 file, or "auto" for `held_out.txt` in `model_dir`.
         max_windows: so many are drawn by `seed`, without repeats; None takes all.
+        max_model_len: the longest window that the model takes.
+        section: of the configuration, for messages.
 
     Raises:
         ConfigError: no such text, no tokenizer, or too little text.
     """
+    if seq_len + 1 > max_model_len:
+        raise ConfigError(
+            f"{section}.seq_len={seq_len} and one token more exceed the limit of {max_model_len} tokens; "
+            "shorten the windows"
+        )
     path = Path(text)
     if text == "auto":
         path = (model_dir or Path()) / "held_out.txt"
         if model_dir is None or not path.is_file():
             where = "a model without a folder" if model_dir is None else str(model_dir)
             raise ConfigError(
-                f"quantization.text=auto: {where} has no held_out.txt; give one with quantization.text=FILE"
+                f"{section}.text=auto: {where} has no held_out.txt; give one with {section}.text=FILE"
             )
     if tokenizer is None:
-        raise ConfigError("quantization.text: the model has no tokenizer.json, so no text can be scored")
-    with os_errors(ConfigError, f"quantization.text: cannot read {path}"):
+        raise ConfigError(f"{section}.text: the model has no tokenizer.json, so no text can be scored")
+    with os_errors(ConfigError, f"{section}.text: cannot read {path}"):
         content = path.read_text(encoding="utf-8")
     stream = np.array(tokenizer.encode(content), np.int32)
     targets = len(stream) - 1
     count = -(-targets // seq_len)
     if count < 2:
         raise ConfigError(
-            f"quantization.text: {path} has {len(stream)} tokens, and two windows of"
-            f" quantization.seq_len={seq_len} need {seq_len + 2}; give a longer text or shorter windows"
+            f"{section}.text: {path} has {len(stream)} tokens, and two windows of"
+            f" {section}.seq_len={seq_len} need {seq_len + 2}; give a longer text or shorter windows"
         )
     padded = np.zeros(count * seq_len + 1, np.int32)
     padded[: len(stream)] = stream

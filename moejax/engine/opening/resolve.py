@@ -323,9 +323,7 @@ def _prefix_cache(
         cache = dataclasses.replace(cache, place="host" if kernels == "xla" else "device")
     refusals = {
         "engine.batching=static: it waits for whole batches": engine.batching == "static",
-        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
-            engine.moe.execution == "capacity" and any(config.moe_layers)
-        ),
+        f"{engine.moe.by_batch} depends on the batch": engine.moe.by_batch and any(config.moe_layers),
         "parallel.exchange_capacity: what is dropped depends on the batch": (
             parallel.exchange_capacity is not None
         ),
@@ -371,9 +369,7 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
             speculation.on_device and parallel.pp > 1
         ),
         "linear attention, whose states cannot be taken back": any(config.linear_layers),
-        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
-            engine.moe.execution == "capacity" and any(config.moe_layers)
-        ),
+        f"{engine.moe.by_batch} depends on the batch": engine.moe.by_batch and any(config.moe_layers),
         "parallel.exchange_capacity: what is dropped depends on the batch": (
             parallel.exchange_capacity is not None
         ),
@@ -393,9 +389,7 @@ def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config:
     refusals = {
         "engine.batching=static, which pads": engine.batching == "static",
         "linear attention, whose chunks are computed in one": any(config.linear_layers),
-        "engine.moe.execution=capacity: what an expert drops depends on the batch": (
-            sparse and moe.execution == "capacity"
-        ),
+        f"{moe.by_batch} depends on the batch": sparse and moe.by_batch,
         f"engine.moe.grouped_matmul={moe.grouped_matmul}, which has all rows in one product": (
             sparse and grouped and moe.grouped_matmul in ("ragged_dot", "batched")
         ),
@@ -450,16 +444,17 @@ def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) ->
     if parallel.is_single:
         return [SingleDevice()]
     check_parallel(parallel, model, jax.device_count())
-    if moe.execution == "capacity" and (parallel.ep > 1 or parallel.redundant_experts):
-        raise ConfigError(
-            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which experts on "
-            "several devices do not see; use parallel.exchange_capacity to bound what is exchanged"
-        )
-    if moe.execution == "capacity" and parallel.pp > 1 and parallel.microbatches != 1:
-        raise ConfigError(
-            "engine.moe.execution=capacity counts an expert's rows over the whole batch, which microbatches "
-            f"cut; with parallel.pp={parallel.pp} it needs parallel.microbatches=1"
-        )
+    if moe.execution == "capacity" or moe.routing.method == "batch":
+        if parallel.ep > 1 or parallel.redundant_experts:
+            raise ConfigError(
+                f"{moe.by_batch} depends on the whole batch, which experts on several devices do not see; "
+                "use parallel.exchange_capacity to bound what is exchanged"
+            )
+        if parallel.pp > 1 and parallel.microbatches != 1:
+            raise ConfigError(
+                f"{moe.by_batch} depends on the whole batch, which microbatches cut; with "
+                f"parallel.pp={parallel.pp} it needs parallel.microbatches=1"
+            )
     plan = make_mesh(parallel, model.num_kv_heads)
     return [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
 

@@ -20,6 +20,7 @@ from moejax.engine.core import Engine
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights, load
 from moejax.engine.pipeline.runner import PipelineRunner
+from moejax.engine.routing.load_bias import follow_load
 from moejax.engine.routing.rebalance import automatic
 from moejax.engine.scheduling.adaptive import METHODS
 from moejax.engine.scheduling.groups import GroupScheduler, scheduler_of
@@ -72,6 +73,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     engine.retries, engine.agree = config.retries, agree
     if config.rebalance.every_steps:
         engine.rebalance = automatic(resolved, weights, runner).after_step
+    if resolved.moe.routing.method == "bias":
+        follow_load(resolved.moe.routing, weights, runner)
     engine.compilations = lambda: len(ledger.entries)
     if config.adaptive_batching.enabled:
         method = METHODS[config.adaptive_batching.method]

@@ -198,7 +198,7 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
 
 
 def put_tables(model: nnx.Module, place: SingleDevice) -> None:
-    """Moves the replica tables, which no checkpoint holds, onto all devices."""
+    """Moves the tables that no checkpoint holds onto all devices."""
     if isinstance(place, MeshDevices):
         for _, node in nnx.iter_graph(model):
             if isinstance(node, Placed):

@@ -66,6 +66,8 @@ class SamplingParams(Checked, error=RequestError):
         stop: strings that end the output; they are cut off unless include_stop_str_in_output.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: go on past the end-of-sequence token (for benchmarks).
+        detokenize: whether outputs have a text; without one nothing can be stopped by a string.
+        skip_special_tokens: whether texts leave out the tokenizer's special tokens.
         logprobs: None for none; n ≥ 0 for the chosen token's log-probability and the n likeliest tokens'.
         prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`; by
             the model's own distribution: temperature, filters, penalties and biases do not change it.
@@ -97,6 +99,8 @@ class SamplingParams(Checked, error=RequestError):
     ] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
     logprobs: Likeliest | None = None
     prompt_logprobs: Likeliest | None = None
     n: PositiveInt = 1
@@ -121,6 +125,8 @@ class SamplingParams(Checked, error=RequestError):
         except (TypeError, ValueError):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
         object.__setattr__(self, "logit_bias", biases)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop is sought in the text, which detokenize=False leaves out")
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(f"best_of {self.best_of} is below n {self.n}: there are not so many to keep")
         if self.structured_outputs:

@@ -59,9 +59,10 @@ class RequestBuilder:
         self.slo_classes = resolved.engine.scheduling.slo_classes
         drafts = resolved.engine.speculation
         self.rejection = drafts.most > 0 and drafts.acceptance == "rejection"
-        self.limited = resolved.moe.execution == "capacity" or resolved.parallel.exchange_capacity is not None
+        self.limited = bool(resolved.moe.by_batch) or resolved.parallel.exchange_capacity is not None
         quant, drawn = resolved.quant, resolved.seed if resolved.source is None else None
-        told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn))
+        policy = resolved.moe.routing
+        told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn, policy))
         self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
         self.by_tenant = resolved.prefix_cache.share == "tenant"
         self.engine, self._open = resolved.engine, 0.0
@@ -133,7 +134,7 @@ class RequestBuilder:
     def check_resumable(self) -> None:
         """Raises `RequestError` where a request's tokens depend on more than itself."""
         reasons = {
-            "what else is in its steps (limited capacity)": self.limited,
+            "what else is in its steps (limited capacity, routing by batch)": self.limited,
             "what was drafted (engine.speculation.acceptance=rejection)": self.rejection,
             "a replayed trace": self.replay is not None,
         }

@@ -33,7 +33,8 @@ class OutputProcessor:
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.params = params
         self.output = CompletionOutput(index, "", [], [] if params.logprobs is not None else None)
-        self._stream = tokenizer.stream() if tokenizer else None
+        written = tokenizer if params.detokenize else None
+        self._stream = written.stream(params.skip_special_tokens) if written else None
         self._held = ""
         self._hold = max((len(s) for s in params.stop), default=1) - 1
 

@@ -88,8 +88,8 @@ class Tokenizer:
         """Number of entries, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def stream(self) -> "TextStream":
-        return TextStream(self._tokenizer)
+    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
+        return TextStream(self._tokenizer, skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **variables: Any
@@ -135,8 +135,8 @@ class TextStream:
     into U+FFFD, and cannot give out what it holds at the end.
     """
 
-    def __init__(self, tokenizer: HfTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: HfTokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         # The tokens of the text given out last, then those that are held back.
         self._ids: list[int] = []
         self._given_ids = 0
@@ -155,7 +155,7 @@ class TextStream:
         return self._give_out(self._decode())
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
 
     def _give_out(self, text: str) -> str:
         new = text[self._given_chars :]

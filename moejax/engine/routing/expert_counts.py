@@ -1,6 +1,7 @@
 """Expert counts that steps were asked to record, summed by phase and over the latest steps. No JAX here."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -54,6 +55,7 @@ class RoutingRecord:
         overflow: assignments "dropped" and "rerouted" (non-zero only under `capacity`, or where an exchange
             of tokens has been given limited room).
         window: loads of the latest steps, where they are tracked.
+        listener: is given each recorded step's assignments, int32 `[L, E]`.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -62,6 +64,7 @@ class RoutingRecord:
         self.steps = dict.fromkeys(PHASES, 0)
         self.overflow = {"dropped": 0, "rerouted": 0}
         self.window: LoadWindow | None = None
+        self.listener: Callable[[np.ndarray], None] = lambda counts: None
 
     def __repr__(self) -> str:
         L, E = self.counts[PHASES[0]].shape
@@ -77,6 +80,7 @@ class RoutingRecord:
             self.overflow[name] += count
         if self.window is not None:
             self.window.add(counts)
+        self.listener(counts)
 
     @property
     def mean_hits(self) -> dict[str, np.ndarray]:

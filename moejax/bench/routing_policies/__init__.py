@@ -1,0 +1,1 @@
+"""The body of `experiments.routing_policies`."""
