@@ -13,8 +13,10 @@ from moejax.core.errors import ConfigError
 from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
 from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.sequence import Sequence
+from tests.engine.mesh_models import ENGINE as MESH_ENGINE
+from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import assert_clean, greedy, prompt, tight, tokens
-from tests.engine.tiny import main_config
+from tests.engine.tiny import VOCAB, main_config
 from tests.examples import slow_but
 from tests.model_shapes import LATENT, LINEAR, SINKS
 from tests.numerics import tolerance
@@ -146,6 +148,25 @@ def test_codes_and_captured_routing(method: str) -> None:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", [{"pp": 2, "ep": 4}, {"ep": 4, "tp": 2, "attention": "data"}])
+def test_windows_on_meshes(layout: dict[str, Any]) -> None:
+    """Every data group evicts for itself; a chunk's parts are in several microbatches."""
+    config = FAMILIES["gpt_oss"].replace(vocab_size=VOCAB)
+    policy = KvPolicyConfig(method="window", sinks=2, recent=7)
+    changes = {"max_num_batched_tokens": 8, "token_buckets": [8], "kv_policy": policy}
+    given = dataclasses.replace(MESH_ENGINE, **changes)
+    asked = [prompt(13), prompt(2), prompt(21), prompt(1)]
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=6, ignore_eos=True)
+    one = LLM(config, load_format="dummy", engine=given)
+    mesh = LLM(config, load_format="dummy", engine=given, parallel=ParallelConfig(**layout))
+    got = tokens(mesh.generate(asked, params))
+    assert got == tokens(one.generate(asked, params))
+    whole = one.variant(dataclasses.replace(given, kv_policy=KvPolicyConfig()))
+    assert got != tokens(whole.generate(asked, params))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -167,7 +188,7 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
     ("model", "changes", "parallel", "message"),
     [
         ("windows_with_sinks", {"window_cache": "full"}, {}, "engine.window_cache=full: layers with a"),
-        ("gqa", {}, {"ep": 2}, "a layout of several devices"),
+        ("gqa", {"kv_policy": KvPolicyConfig("h2o")}, {"ep": 2}, "a layout of several devices"),
         (main_config(sliding_windows=(5, 5)), {}, {}, "a model whose layers all have sliding windows"),
         (main_config(**LINEAR | {"linear_layers": (True, True)}), {}, {}, "a model whose layers all have"),
     ],

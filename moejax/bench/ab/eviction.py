@@ -45,18 +45,19 @@ class Forced(Constraint):
 
 
 def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
-    """Returns a row for each of our own engines; none where no engine evicts, or there is no held-out text in
-    the model's folder."""
+    """Returns a row for each of our own engines; none where no engine evicts, there is no held-out text in the
+    model's folder, or outputs are shorter than a needle."""
     engines = [(arm.name, llm) for arm in arms if arm.name != CONTROL and (llm := engine_of(arm.backend))]
     asked = any(llm.engine_config.kv_policy.method != "none" for _, llm in engines)
     folder = engines[0][1].model_dir if engines else None
     if not isinstance(load, BatchLoad) or not asked or folder is None:
         return []
-    if not (folder / "held_out.txt").is_file():
-        return []
     case = largest_batch(load)[0]
+    if not (folder / "held_out.txt").is_file() or case.output_len < NEEDLE:
+        return []
     llm, length = engines[0][1], case.prompt_len + case.output_len
     given: dict[str, Any] = {"model_dir": folder, "tokenizer": llm.tokenizer, "seed": 0}
+    given |= {"max_model_len": llm.max_model_len + 1, "section": "eviction"}  # the token more is left out
     texts = [
         read_windows("auto", *sizes, **given) for sizes in ((length, _WINDOWS), (case.prompt_len, _NEEDLES))
     ]

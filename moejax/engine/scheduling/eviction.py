@@ -222,7 +222,9 @@ def check_kv_policy(
         "a model whose layers all have sliding windows or states": (
             "blocks" not in config.cache_kinds(window)
         ),
-        "a layout of several devices": not parallel.is_single,
+        "a layout of several devices, which do not tell their attention": (
+            policy.weighs and not parallel.is_single
+        ),
         f"engine.kv_policy.budget={policy.budget}: blocks of {size} tokens with engine.kv_policy.sinks and "
         f"recent are up to {stay}, which its {policy.budget // size} must exceed; raise it": (
             policy.weighs and stay >= policy.budget // size
