@@ -45,8 +45,8 @@ class Forced(Constraint):
 
 
 def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
-    """Returns a row for each of our own engines; none where no engine evicts, there is no held-out text in the
-    model's folder, or outputs are shorter than a needle."""
+    """Returns a row for each of our own engines; none where no engine evicts, there is no held-out text in
+    the model's folder, or outputs are shorter than a needle."""
     engines = [(arm.name, llm) for arm in arms if arm.name != CONTROL and (llm := engine_of(arm.backend))]
     asked = any(llm.engine_config.kv_policy.method != "none" for _, llm in engines)
     folder = engines[0][1].model_dir if engines else None
