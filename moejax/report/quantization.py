@@ -30,7 +30,9 @@ def loss_words(case: Mapping[str, Any]) -> str | None:
     if case.get("perplexity_loss_percent") is None:
         return None
     value, low, high = (case[f"perplexity_loss_percent{end}"] for end in ("", "_low", "_high"))
-    return f"{'~' if case['inside_noise'] else ''}{value:+.2f} [{low:+.2f} {high:+.2f}]"
+    digits = 2 if abs(value) < 10 else 1
+    figures = f"{value:+.{digits}f} [{low:+.{digits}f} {high:+.{digits}f}]"
+    return f"~{figures}" if case["inside_noise"] else figures
 
 
 def _routing_part(case: Mapping[str, Any]) -> str | None:
@@ -43,7 +45,7 @@ def _routing_part(case: Mapping[str, Any]) -> str | None:
 # Two tables, each for 100 columns.
 _LOSSES: tuple[Column, ...] = (
     *metric_columns("bits_per_weight", "cache_bits", "model_bytes", "perplexity", cell=_figure),
-    Column("loss %\n[interval]", loss_words),
+    Column("loss %\n\\[interval]", loss_words),
     Column("through\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
     *metric_columns("top1_agreement", cell=_figure),
@@ -187,7 +189,7 @@ def _pareto_panel(axis: Axes, key: str, rows: Sequence[Mapping[str, Any]]) -> No
             [place], [value], yerr=[[max(value - low, 0)], [max(high - value, 0)]], fmt="o", capsize=3,
             color=color, markerfacecolor="white" if row["inside_noise"] else color, markersize=6,
         )  # fmt: skip
-    label_points(axis, labels)
+    _label_points(axis, labels)
     low, high = min(sizes) / 1.3, max(sizes) * 1.9
     axis.set_xlim(low, high)
     round_ticks(axis.xaxis, low, high)
@@ -198,7 +200,7 @@ def _percent(row: Mapping[str, Any]) -> float:
     return float(row["perplexity_loss_percent"])
 
 
-def label_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+def _label_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
     """Names right of their places (place, height, name, colour), moved up where they would cover another."""
     axis.margins(y=0.15)
     axis.relim()

@@ -6,16 +6,16 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from moejax.report.figure import new_figure
-from moejax.report.quantization import label_points, loss_words
-from moejax.report.style import nth_color, run_title
+from moejax.report.figure import legend_below, new_figure
+from moejax.report.quantization import loss_words
+from moejax.report.style import COLORS, nth_color, run_title
 from moejax.report.tables import Column, column_table, metric_columns, print_lines, rounded
 
 _NOTE = """\
 loss: of perplexity, % of the model's own choice, with its bootstrap interval; ~ inside the noise
-flips: tokens whose set of experts differs; max / mean: load of the busiest expert; hit: distinct experts
-of a decode step in a layer; decode: speed over the model's own choice's, in turns; best: nothing has less
-KL at that speed (time), or at so few experts
+flips: tokens whose set of experts differs; max / mean: load of the busiest expert
+hit: distinct experts of a decode step in a layer; decode: speed beside the model's own choice
+best: nothing has less KL at that speed (time), at so few experts, or both
 """
 
 
@@ -24,7 +24,8 @@ def _cell(value: float | str) -> str:
 
 
 def _best(case: Mapping[str, Any]) -> str | None:
-    return ", ".join(name for name in ("time", "experts") if case[f"pareto_{name}"]) or None
+    best = [name for name, key in (("time", "pareto_time"), ("hit", "pareto_experts")) if case[key]]
+    return "both" if len(best) > 1 else "".join(best) or None
 
 
 def print_routing_policies(result: Mapping[str, Any], console: Console) -> None:
@@ -32,12 +33,13 @@ def print_routing_policies(result: Mapping[str, Any], console: Console) -> None:
     text, cases = result["text"], result["cases"]
     columns = (
         Column("policy", "name", left=True),
-        Column("loss %\n[interval]", loss_words),
+        Column("loss %\n\\[interval]", loss_words),
         Column("KL\nmnat", "kl", 1e3, _cell),
         *metric_columns(
-            "top1_agreement", "router_flips", "experts_per_token", "max_over_mean", "mean_experts_hit",
-            "dropped_share", "decode_ratio", cell=_cell,
+            "router_flips", "experts_per_token", "max_over_mean", "mean_experts_hit", cell=_cell
         ),
+        Column("drop\n%", "dropped_share", 100, _cell),
+        *metric_columns("decode_ratio", cell=_cell),
         Column("best", _best, left=True),
     )  # fmt: skip
     batch = result["config"]["routing_policies"]["speed"]["batch_size"]
@@ -66,14 +68,13 @@ def pareto_plot(result: Mapping[str, Any]) -> Figure | None:
         )
         own = result["cases"][0][key]
         axis.axvline(own, color="#444444", linewidth=1)
-        points = []
         for i, case in enumerate(cases):
             low, high = (case.get(f"{key}_{end}") or case[key] for end in ("low", "high"))
-            spans = [[case[key] - low], [high - case[key]]]
-            axis.errorbar([case[key]], [1e3 * case["kl"]], xerr=spans, fmt="o", color=nth_color(i), capsize=3)
-            points.append((case[key], 1e3 * case["kl"], case["name"], nth_color(i)))
+            spans, mark = [[case[key] - low], [high - case[key]]], "o" if i < len(COLORS) else "s"
+            look: dict[str, Any] = {"color": nth_color(i), "capsize": 3, "label": case["name"]}
+            axis.errorbar([case[key]], [1e3 * case["kl"]], xerr=spans, fmt=mark, **look)
         axis.set_yscale("log")
         axis.set_xlabel(label)
-        label_points(axis, points)
     axes[0].set_ylabel("KL from the model's own choice, mnat")
+    legend_below(figure, axes[:1], fontsize=8)
     return figure

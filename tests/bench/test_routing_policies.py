@@ -24,12 +24,12 @@ from tests.numerics import tolerance
 WIDE = TWO_LAYERS.replace(num_experts_per_tok=4, initializer_range=0.2)
 FAMILIES = {
     "gqa": WIDE,
-    "latents": WIDE.replace(**LATENT),
+    "latents": WIDE.replace(**LATENT | {"router": dataclasses.replace(LATENT["router"], top_groups=3)}),
     "windows_with_sinks": WIDE.replace(**SINKS, sliding_windows=(5, None)),
 }
 PRESETS = {
     "batch": PolicyPreset("batch", min_experts=1),
-    "bias": PolicyPreset("bias", rate=0.02),
+    "bias": PolicyPreset("bias", rate=0.1),
     "ratio": PolicyPreset("ratio", threshold=0.6),
     # One row an expert, in the steps of prompts as well, which are padded.
     "drop": PolicyPreset(capacity_factor=0.25),
@@ -94,6 +94,7 @@ def test_the_experiment(tmp_path: Path) -> None:
     assert 1 <= rows["ratio"]["experts_per_token"] < 4 and rows["batch"]["experts_per_token"] > 3
     assert rows["batch"]["mean_experts_hit"] < rows["top_k"]["mean_experts_hit"]
     assert rows["batch"]["decode_step_bytes"] < rows["top_k"]["decode_step_bytes"]
+    assert rows["ratio"]["decode_step_flops"] < rows["top_k"]["decode_step_flops"]
     assert rows["drop"]["dropped_share"] > 0.1 and "dropped_share" not in rows["ratio"]
     assert all(rows[name]["kl"] > 0 and rows[name]["decode_ratio"] > 0 for name in made.policies)
     assert (tmp_path / "run" / "pareto.png").is_file()

@@ -35,23 +35,29 @@ class EngineSteps:
         self.weights = held_weights(llm.config, declared)
         self._model: dict[str, Any] = {"kv_dtype": llm.kv_cache_dtype, "weights": self.weights}
 
-    def decode(self, case: LatencyCase, hits: np.ndarray, rows: float = 1.0) -> list[OpCost]:
-        """A mean decode step of a batch; hits `[L]`, of a mean step; `rows` of each sequence, drafts
-        included."""
+    def decode(
+        self, case: LatencyCase, hits: np.ndarray, rows: float = 1.0, assignments: np.ndarray | None = None
+    ) -> list[OpCost]:
+        """A mean decode step of a batch; hits and assignments `[L]`, of a mean step (None: every token's k);
+        `rows` of each sequence, drafts included."""
         # Decode step j of output_len - 1 sees prompt_len + j tokens.
         context = case.prompt_len + case.output_len / 2
         new, seen = [rows] * case.batch_size, [context] * case.batch_size
         return attribute(
             self.llm.config, new_tokens=new, context=seen, phase="decode", hits=hits, logits=sum(new),
-            **self._model,
+            assignments=assignments, **self._model,
         )  # fmt: skip
 
     def decode_bound(
-        self, case: LatencyCase, hits: np.ndarray, hardware: Hardware | None
+        self,
+        case: LatencyCase,
+        hits: np.ndarray,
+        hardware: Hardware | None,
+        assignments: np.ndarray | None = None,
     ) -> tuple[OpCost, Bound | None]:
         """Returns the whole cost of a mean decode step of a batch, and the least time that the device allows;
-        None where its rates are not known. hits `[L]`, of a mean step."""
-        cost = total(self.decode(case, hits))
+        None where its rates are not known. hits and assignments `[L]`, of a mean step."""
+        cost = total(self.decode(case, hits, assignments=assignments))
         return cost, step_bound(cost, hardware, self.dtype)
 
     def prefill(self, case: LatencyCase, hits: np.ndarray) -> list[OpCost]:

@@ -33,20 +33,22 @@ class SpeedMeter:
         self.full, self.prompts, self.speed = full, prompts, speed
         self.params = SamplingParams(max_tokens=speed.output_len, temperature=0.0, ignore_eos=True)
         self._full_times: list[float] = []
-        # Distinct experts that a step of the full-precision model reads; of quantized ones about as many.
-        self.hits = self.visited(full)
+        # What a step of the full-precision model reads; quantized ones about as much.
+        self.visits = self.visited(full)
 
-    def visited(self, llm: LLM) -> np.ndarray:
-        """Returns float64 `[L]`, the distinct experts that a mean decode step of `llm` reads."""
-        llm.routing.reset()
+    def visited(self, llm: LLM) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the distinct experts and the assignments of a mean decode step of `llm`, float64 `[L]`."""
+        routing = llm.routing
+        routing.reset()
         llm.generate(self.prompts, self.params, record_routing=True)
-        return llm.routing.mean_hits["decode"]
+        return routing.mean_hits["decode"], routing.counts["decode"].sum(axis=1) / routing.steps["decode"]
 
-    def cost(self, llm: LLM, hits: np.ndarray | None = None) -> dict[str, float]:
-        """Row fields: FLOPs and bytes of a mean decode step for what `llm` holds; hits `[L]`, None: those of
+    def cost(self, llm: LLM, visits: tuple[np.ndarray, np.ndarray] | None = None) -> dict[str, float]:
+        """Row fields: FLOPs and bytes of a mean decode step for what `llm` holds, and visits; None: those of
         the full-precision model."""
         case = LatencyCase(len(self.prompts), self.speed.prompt_len, self.speed.output_len)
-        cost = EngineSteps(llm).decode_bound(case, self.hits if hits is None else hits, None)[0]
+        hits, assignments = visits or self.visits
+        cost = EngineSteps(llm).decode_bound(case, hits, None, assignments)[0]
         return {"decode_step_flops": cost.flops, "decode_step_bytes": cost.bytes}
 
     def bound(self, row: Mapping[str, Any], hardware: Hardware | None) -> dict[str, Any]:

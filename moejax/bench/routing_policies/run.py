@@ -109,12 +109,12 @@ def _load_fields(sums: Evaluation, counts: np.ndarray, llm: LLM) -> dict[str, fl
 
 def _decode_fields(meter: SpeedMeter, llm: LLM) -> dict[str, Any]:
     """Row fields of the experts that decode steps visit, and what these steps cost."""
-    hits = meter.visited(llm)
+    visits = meter.visited(llm)
     overflow, made = llm.routing.overflow, sum(int(part.sum()) for part in llm.routing.counts.values())
     asked = made + overflow["dropped"]
     shares = {f"{kind}_share": count / asked for kind, count in overflow.items() if count}
-    mean = float(hits[np.array(llm.config.moe_layers)].mean())
-    return {"mean_experts_hit": mean, **shares, **meter.cost(llm, hits)}
+    mean = float(visits[0][np.array(llm.config.moe_layers)].mean())
+    return {"mean_experts_hit": mean, **shares, **meter.cost(llm, visits)}
 
 
 def mark_pareto(rows: list[dict[str, Any]]) -> None:

@@ -19,7 +19,8 @@ def moved(bias: Any, counts: Any, rate: float) -> Any:
     experts below their layer's mean, less for those above it. NumPy's or JAX's arrays."""
     counts = counts.astype(bias.dtype)
     mean = counts.mean(axis=-1, keepdims=True)
-    return (bias + rate * (counts < mean) - rate * (counts > mean)).astype(bias.dtype)
+    away = (counts < mean).astype(bias.dtype) - (counts > mean).astype(bias.dtype)
+    return bias + rate * away
 
 
 def follow_load(policy: RoutingPolicy, weights: Weights, runner: BucketRunner) -> None:
