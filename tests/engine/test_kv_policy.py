@@ -58,7 +58,7 @@ def llm(request: Any) -> LLM:
     return LLM(MODELS[request.param], load_format="dummy", engine=engine("none"))
 
 
-@pytest.mark.parametrize("method", slow_but(["window", "h2o"], list(METHODS)))
+@pytest.mark.parametrize("method", slow_but(["h2o"], list(METHODS)))
 def test_the_masked_twin(method: str, llm: LLM) -> None:
     """Log-probabilities of every sampled token, and of h2o and snapkv the blocks that were evicted and when;
     with several samples, chunks beside decodes, and preemptions."""
@@ -94,7 +94,8 @@ def test_the_loop_and_the_chunks_do_not_matter(method: str, llm: LLM) -> None:
     assert tokens(whole.generate(prompts, greedy(20))) == tokens(plain.generate(prompts, greedy(20)))
 
 
-@pytest.mark.parametrize("method", slow_but(["h2o"], list(METHODS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_a_budget_for_all_evicts_nothing(method: str, llm: LLM) -> None:
     prompts, asked = [prompt(n) for n in LENGTHS], greedy(9, logprobs=0)
     both = [
