@@ -16,6 +16,7 @@ from moejax.bench.ab.determinism import largest_batch
 from moejax.bench.ab.measure import BatchLoad, Load
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import engine_of
+from moejax.bench.quantization.config import HeldOutText
 from moejax.bench.quantization.text import read_windows
 from moejax.cache.pool import block_bytes
 from moejax.engine.grammar import Constraint
@@ -56,11 +57,10 @@ def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     if not (folder / "held_out.txt").is_file() or case.output_len < NEEDLE:
         return []
     llm, length = engines[0][1], case.prompt_len + case.output_len
-    given: dict[str, Any] = {"model_dir": folder, "tokenizer": llm.tokenizer, "seed": 0}
-    given |= {"max_model_len": llm.max_model_len + 1, "section": "eviction"}  # the token more is left out
-    texts = [
-        read_windows("auto", *sizes, **given) for sizes in ((length, _WINDOWS), (case.prompt_len, _NEEDLES))
-    ]
+    sections = [HeldOutText("auto", *each) for each in ((length, _WINDOWS), (case.prompt_len, _NEEDLES))]
+    # The token more that a window has is left out.
+    given = folder, llm.tokenizer, llm.max_model_len + 1, 0
+    texts = [read_windows(section, *given) for section in sections]
     windows, others = (text.tokens[text.scored.all(axis=1), :-1].tolist() for text in texts)
     behind, control = _needles(others)
     rows: list[dict[str, Any]] = []
