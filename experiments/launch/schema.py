@@ -357,9 +357,9 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
-        if (method := self.engine.kv_policy.method) != "none":
+        if (policy := self.engine.kv_policy.method) != "none":
             raise ConfigError(
-                f"engine.kv_policy.method={method}: a simulation's attention reads whole contexts; use none"
+                f"engine.kv_policy.method={policy}: a simulation's attention reads whole contexts; use none"
             )
         if (method := self.engine.moe.routing.method) != "top_k":
             raise ConfigError(

@@ -91,7 +91,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix + near[0]!r}?" if near else ""
 
 
-def refuse(setting: str, asked: bool, refusals: Mapping[str, bool], instead: str = "") -> None:
+def refuse(setting: str, asked: bool, refusals: Mapping[str, object], instead: str = "") -> None:
     """Raises `ConfigError` where a setting is asked for and does not go with one of these, that holds."""
     for reason, holds in refusals.items():
         if asked and holds:
