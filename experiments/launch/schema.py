@@ -358,6 +358,10 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
+        if (policy := self.engine.kv_policy.method) != "none":
+            raise ConfigError(
+                f"engine.kv_policy.method={policy}: a simulation's attention reads whole contexts; use none"
+            )
         if (method := self.engine.moe.routing.method) != "top_k":
             raise ConfigError(
                 f"engine.moe.routing.method={method}: who is sent where depends on the routers' scores, "

@@ -11,8 +11,9 @@ written by none until the writer has a copy of its own (`append`).
 The lowest free block is handed out first, so that blocks in use stay near the front of the pool: a step reads
 the pool only up to the highest block in use (`moejax.cache.segments`).
 
-Layers that attend to a sliding window may have blocks and tables of their own (`WindowAllocator`): what the
-window has left behind is given up, and its place in the table is `GONE`.
+What no query to come will see is given up in the middle of a sequence, and its place in the table is `GONE`:
+behind the sliding window of layers that have blocks and tables of their own (`WindowAllocator`), or because a
+policy evicts it (`moejax.engine.scheduling.eviction`).
 """
 
 import heapq
@@ -23,7 +24,7 @@ from moejax.cache.prefix import PrefixTree
 from moejax.core.errors import MoejaxError
 
 GONE = -1
-"""Stands in a table for a block that the window has left behind."""
+"""Stands in a table for a block that was given up."""
 
 
 class OutOfBlocks(MoejaxError):
@@ -57,7 +58,8 @@ class BlockAllocator:
         return self.num_blocks - self.num_free
 
     def refcount(self, block: int) -> int:
-        return self._refcount[block]
+        """Counts the tables that hold a block; 0 for one that is gone."""
+        return self._refcount[block] if block != GONE else 0
 
     def blocks_for(self, tokens: int) -> int:
         """Counts the blocks that hold this many tokens."""
@@ -83,7 +85,7 @@ class BlockAllocator:
 
     def fork(self, table: Sequence[int]) -> list[int]:
         """Returns a second table that shares every block of `table`."""
-        for block in table:
+        for block in _left(table):
             self.hold(block)
         return list(table)
 
@@ -119,9 +121,23 @@ class BlockAllocator:
 
     def release(self, table: list[int]) -> None:
         """Gives up every block of `table` and empties it."""
-        for block in reversed(table):  # the leaf of a remembered path first
+        for block in reversed(_left(table)):  # the leaf of a remembered path first
             self._let_go(block)
         table.clear()
+
+    def give_up(self, table: list[int], index: int) -> None:
+        """Gives up one block of `table`, unless it is gone already."""
+        if table[index] != GONE:
+            self._let_go(table[index])
+            table[index] = GONE
+
+    def leave_behind(self, table: list[int], start: int, window: int, sinks: int = 0) -> None:
+        """Gives up the blocks that queries from `start` on do not see: beyond their last `window` positions
+        and the first `sinks`."""
+        index = min(first_seen(start, window, self.block_size), len(table)) - 1
+        while index >= self.blocks_for(sinks) and table[index] != GONE:
+            self.give_up(table, index)
+            index -= 1
 
     def discard(self, block: int) -> None:
         """Frees a kept block, which is remembered no more."""
@@ -134,7 +150,7 @@ class BlockAllocator:
         Raises:
             AssertionError: says which block is wrong, and how.
         """
-        uses = Counter(block for table in tables for block in table)
+        uses = Counter(block for table in tables for block in _left(table))
         free = set(self._free)
         if len(free) != len(self._free) or free & self._kept:
             raise AssertionError("a block is on the free list twice")
@@ -194,24 +210,9 @@ class WindowAllocator(BlockAllocator):
         self.grow(table, end)
         return [copy] if copy is not None else []
 
-    def fork(self, table: Sequence[int]) -> list[int]:
-        super().fork(_left(table))
-        return list(table)
-
-    def release(self, table: list[int]) -> None:
-        table[:] = _left(table)
-        super().release(table)
-
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        super().check_integrity(map(_left, tables))
-
     def trim(self, table: list[int], start: int) -> None:
         """Gives up the blocks that queries from `start` on do not see."""
-        index = min(first_seen(start, self.window, self.block_size), len(table)) - 1
-        while index >= 0 and table[index] != GONE:
-            self._let_go(table[index])
-            table[index] = GONE
-            index -= 1
+        self.leave_behind(table, start, self.window)
 
 
 def _left(table: Sequence[int]) -> list[int]:

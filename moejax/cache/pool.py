@@ -16,7 +16,7 @@ from moejax.ops.attention import LatentHeads, QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.linear_attention import state_attention
-from moejax.ops.paged_attention import AttentionPlan, paged_attention
+from moejax.ops.paged_attention import ALL_KEPT, AttentionPlan, Evicted, paged_attention
 from moejax.perf.sizes import kv_token_bytes
 from moejax.quantization.kv import bits_dtype, is_quantized
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -180,7 +180,8 @@ class PagedCache(NamedTuple):
 
     `pages` has the segments of all kinds. `kernels` names the implementation of GPU kernels that a
     `KernelPlan` runs with; `slot` and `copy_of` are those of `moejax.ops.linear_attention.state_attention`;
-    `window` is the plan of the layers that are of this kind.
+    `window` is the plan of the layers that are of this kind, and `evicted` what a policy has evicted of the
+    others; `mass` is then what `paged_attention` tells of blocks, summed over layers.
     """
 
     pages: Pages
@@ -191,15 +192,18 @@ class PagedCache(NamedTuple):
     window: AttentionPlan | KernelPlan | None
     kinds: tuple[CacheKind, ...]
     kernels: str = "xla"
+    evicted: Evicted = ALL_KEPT
+    mass: jax.Array | None = None
 
     def layer(self, index: int) -> "PagedLayer | StateLayer":
         if (states := self.states[index]) is not None:
             assert isinstance(self.plan, AttentionPlan)
             return StateLayer(states, self.slot, self.copy_of, self.plan)
         segments = tuple(segment for each in self.pages if (segment := each[index]) is not None)
-        plan = self.window if self.kinds[index] == "window" else self.plan
-        assert plan is not None
-        return PagedLayer(segments, plan, self.kernels)
+        if self.kinds[index] == "window":
+            assert self.window is not None
+            return PagedLayer(segments, self.window, self.kernels)
+        return PagedLayer(segments, self.plan, self.kernels, self.evicted)
 
     def with_layers(self, layers: "list[PagedLayer | StateLayer]") -> "PagedCache":
         updated = [iter(layer.segments if isinstance(layer, PagedLayer) else ()) for layer in layers]
@@ -208,7 +212,8 @@ class PagedCache(NamedTuple):
             for segment in self.pages
         )
         states = tuple(layer.states if isinstance(layer, StateLayer) else None for layer in layers)
-        return self._replace(pages=pages, states=states)
+        told = [x.mass for x in layers if isinstance(x, PagedLayer) and x.mass is not None]
+        return self._replace(pages=pages, states=states, mass=sum(told[1:], told[0]) if told else None)
 
 
 class StateLayer(NamedTuple):
@@ -230,11 +235,14 @@ class StateLayer(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
-    """One layer's segments, as `moejax.ops.attention.LayerCache` of a flat batch: q `[N, 1, H, Dh]`."""
+    """One layer's segments, as `moejax.ops.attention.LayerCache` of a flat batch: q `[N, 1, H, Dh]`; `mass`
+    is what attention told of blocks."""
 
     segments: Segments
     plan: AttentionPlan | KernelPlan
     kernels: str = dataclasses.field(metadata={"static": True})
+    evicted: Evicted = dataclasses.field(default=ALL_KEPT, metadata={"static": True})
+    mass: jax.Array | None = None
 
     @property
     def normalizes(self) -> bool:
@@ -266,8 +274,8 @@ class PagedLayer:
             out = out if latents is None else latents.values(out)
             return out[:, None], dataclasses.replace(self, segments=(pages,))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        out, segments = paged_attention(
+        out, segments, mass = paged_attention(
             q[:, 0], k[:, 0], values, self.segments, self.plan,
-            window=window, scale=scale, sinks=sinks, latents=latents,
+            window=window, scale=scale, sinks=sinks, latents=latents, evicted=self.evicted,
         )  # fmt: skip
-        return out[:, None], dataclasses.replace(self, segments=segments)
+        return out[:, None], dataclasses.replace(self, segments=segments, mass=mass)

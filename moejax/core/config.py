@@ -26,6 +26,7 @@ from moejax.core.rope import RopeConfig, yarn_mscale
 from moejax.core.scheduling import (
     AdaptiveBatchingConfig,
     Buckets,
+    KvPolicyConfig,
     PolicyName,
     RebalanceConfig,
     SchedulingConfig,
@@ -415,6 +416,7 @@ class EngineConfig(Checked, section="engine"):
         seq_buckets, token_buckets, block_buckets: the numbers of sequences, of prompt tokens and of cache
             blocks that steps are compiled for, each padded up to the next; None: powers of two.
         prefix_cache: see `PrefixCacheConfig`.
+        kv_policy: see `KvPolicyConfig`.
         window_cache: what layers with a sliding window keep: "window", its tokens only, in blocks of their
             own; "full", all tokens, of which the mask leaves the window. "auto" takes the first where it goes
             with the rest.
@@ -463,6 +465,7 @@ class EngineConfig(Checked, section="engine"):
     token_buckets: Buckets | None = None
     block_buckets: Buckets | None = None
     prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)
+    kv_policy: KvPolicyConfig = field(default_factory=KvPolicyConfig)
     window_cache: Literal["auto", "window", "full"] = "auto"
     kernels: Kernels = "auto"
     moe: MoeConfig = field(default_factory=MoeConfig)

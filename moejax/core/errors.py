@@ -5,7 +5,7 @@ An exception that does not derive from `MoejaxError` is a defect of ours and kee
 
 import difflib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,13 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns `"; did you mean 'x'?"`, x the nearest of `known` after `prefix`; nothing if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)
     return f"; did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def refuse(setting: str, asked: bool, refusals: Mapping[str, object], instead: str = "") -> None:
+    """Raises `ConfigError` where a setting is asked for and does not go with one of these, that holds."""
+    for reason, holds in refusals.items():
+        if asked and holds:
+            raise ConfigError(f"{setting} does not go with {reason}{instead}")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

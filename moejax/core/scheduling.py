@@ -20,6 +20,7 @@ Admission = Literal["queue", "refuse"]
 Drafts = Literal["none", "ngram", "suffix", "forced", "self_experts", "self_layers", "draft"]
 Depth = Literal["fixed", "utility"]
 Acceptance = Literal["coupled", "rejection"]
+KvMethod = Literal["none", "window", "h2o", "snapkv"]
 Buckets = Annotated[
     list[PositiveInt],
     Must(
@@ -169,6 +170,39 @@ class AdaptiveBatchingConfig(Checked, section="engine.adaptive_batching"):
             if (value := getattr(self, name)) < (other := getattr(self, least)):
                 text = f"{name}={value} is below {least}={other}; raise it or lower {least}"
                 raise ConfigError(f"engine.adaptive_batching.{text}")
+
+
+@dataclass(frozen=True)
+class KvPolicyConfig(Checked, section="engine.kv_policy"):
+    """What a sequence keeps of its keys and values, see `moejax.engine.scheduling.eviction`; lengths in
+    tokens.
+
+    Attributes:
+        method: "none" keeps all. "window" the first `sinks` and the last `recent` (StreamingLLM, arXiv
+            2309.17453). "h2o" frees the block that got the least attention so far whenever a sequence has
+            more than `budget` (arXiv 2306.14048). "snapkv" frees once, after the prompt, the prompt's blocks
+            that got the least from its last `observe` tokens, down to `budget` (arXiv 2404.14469).
+        sinks: first tokens that are kept; under "h2o" and "snapkv" the blocks that hold them.
+        recent: last tokens that are kept, likewise.
+        budget: what "h2o" and "snapkv" keep in whole blocks, `sinks` and `recent` included.
+        observe: last tokens of a prompt whose attention "snapkv" goes by.
+    """
+
+    method: KvMethod = "none"
+    sinks: NonNegativeInt = 4
+    recent: PositiveInt = 256
+    budget: PositiveInt = 512
+    observe: PositiveInt = 32
+
+    @property
+    def weighs(self) -> bool:
+        """Tells whether blocks are judged by the attention that they get."""
+        return self.method in ("h2o", "snapkv")
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """First and last tokens that a query of "window" sees; None under other methods."""
+        return (self.sinks, self.recent) if self.method == "window" else None
 
 
 @dataclass(frozen=True)

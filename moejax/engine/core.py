@@ -402,6 +402,8 @@ class Engine:
             part = list(islice(prompts, chunk.count))
             if chunk.sequence.state is not State.FINISHED:
                 chunk.sequence.owner[0].take_prompt(chunk.start, part)
+        if result.mass is not None:
+            self._parts[0].eviction.take(plan.groups[0], result.mass)
         taken = scheduler.postprocess(plan, result.tokens)
         last = {sequence: row for row, sequence in taken}
         for row, sequence in taken:

@@ -48,6 +48,8 @@ class ChunkPlan(NamedTuple):
         run_start, run_block, run_offset, run_count: int32, by segment: tokens from `start` go into the
             segment's `block` from `offset` on.
         run_ends: int32 `[Z]`, as `write_ends`.
+        last_query: int32 `[S, M]`, the last position whose query sees a block; None: all see all.
+        weigh_from: int32 `[S]`, the first position whose query tells what blocks it attends to.
     """
 
     tile_start: jax.Array
@@ -61,6 +63,8 @@ class ChunkPlan(NamedTuple):
     run_offset: jax.Array
     run_count: jax.Array
     run_ends: jax.Array
+    last_query: jax.Array | None = None
+    weigh_from: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,9 @@ A cache of latents (`moejax.nn.latent_attention`) is attended to as it lies, by 
 the latents (the absorbed form). Long chunks cost less in the plain form: each turn makes all heads' keys and
 values of its latents, once for all queries of the chunk. `moejax.perf.sizes.takes_plain_form` says which form
 a chunk takes, and the step's plan tells the program, which has both where its chunk tokens can be so many.
+
+Where a policy evicts keys (`Evicted`), all chunks take the absorbed form, and attention may be asked how
+much of it each block got.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +46,25 @@ KEYS_PER_TURN = 64
 PLAIN_QUERIES = 128
 # Codes that are widened at a time, at least one block: 2^16 floats stay in a core's cache.
 CODES_AT_A_TIME = 1 << 16
+
+
+class Evicted(NamedTuple):
+    """What attention must be told where a policy evicts keys.
+
+    Attributes:
+        span: a query sees so many first and so many last keys; None: all that are there.
+        blocks: of a sequence, whose shares of the attention are told; 0: they are not.
+    """
+
+    span: tuple[int, int] | None = None
+    blocks: int = 0
+
+    def hide(self, seen: jax.Array, key: jax.Array, query: jax.Array) -> jax.Array:
+        """Returns which keys a query still sees, of their positions and its own."""
+        return seen if self.span is None else seen & ((key < self.span[0]) | (key > query - self.span[1]))
+
+
+ALL_KEPT = Evicted()
 
 
 class AttentionPlan(NamedTuple):
@@ -74,7 +96,8 @@ def paged_attention(
     scale: float,
     sinks: jax.Array | None = None,
     latents: LatentHeads | None = None,
-) -> tuple[jax.Array, Segments]:
+    evicted: Evicted = ALL_KEPT,
+) -> tuple[jax.Array, Segments, jax.Array | None]:
     """Stores the batch's keys and values, then attends. Softmax in float32.
 
     Args:
@@ -84,9 +107,12 @@ def paged_attention(
         sinks: `[H]`, see `moejax.ops.attention.attention`.
         latents: where k are latents; then q and what is returned are `[S + T, H, rope_dim + nope_dim]` and
             `[S + T, H, value_dim]`.
+        evicted: what a policy has evicted.
 
     Returns:
-        `[S + T, H, Dv]` (places that compute nothing hold anything finite) and the updated segments.
+        `[S + T, H, Dv]` (places that compute nothing hold anything finite), the updated segments, and where
+        `evicted` asks for it float32 `[S, blocks]`, the attention that each row's queries gave each block of
+        their sequence, summed over heads.
     """
     S, K = plan.decode.position.shape[0], k.shape[1]
     (N, H, _), chunk = q.shape, plan.chunk
@@ -97,35 +123,41 @@ def paged_attention(
     if chunk is not None and not alone:
         segments = write_runs(segments, k[S:], None if v is None else v[S:], chunk)
 
-    def attend(half: Callable[..., jax.Array], q: jax.Array, plan: DecodePlan | ChunkPlan) -> jax.Array:
+    def attend(half: Callable[..., Any], q: jax.Array, plan: DecodePlan | ChunkPlan) -> Any:
         q = q if latents is None else latents.absorb(q)
-        out = half(q.reshape(len(q), K, H // K, -1), segments, plan, window, sinks).reshape(len(q), H, -1)
-        return out if latents is None else latents.values(out)
+        out, mass = half(q.reshape(len(q), K, H // K, -1), segments, plan, window, sinks, evicted)
+        out = out.reshape(len(q), H, -1)
+        return out if latents is None else latents.values(out), mass
 
     if chunk is None:
-        return attend(decode_attention, q, plan.decode), segments
+        out, mass = attend(decode_attention, q, plan.decode)
+        return out, segments, mass
     if alone:
-        return attend(chunk_attention, q, chunk), segments
+        out, mass = attend(chunk_attention, q, chunk)
+        return out, segments, mass
     decodes = jnp.any(plan.decode.position >= 0)
-    decoded = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
-    if latents is not None and has_plain_chunks(N - S, latents.config):
-        tiled = _where_any(chunk.num_tiles[0] > 0, lambda: attend(chunk_attention, q[S:], chunk))
+    decoded, mass = _where_any(decodes, lambda: attend(decode_attention, q[:S], plan.decode))
+    if latents is not None and has_plain_chunks(N - S, latents.config) and evicted == ALL_KEPT:
+        tiled, _ = _where_any(chunk.num_tiles[0] > 0, lambda: attend(chunk_attention, q[S:], chunk))
         chunked = plain_chunk_attention(q[S:], segments, chunk, latents, tiled)
     else:
-        chunked = attend(chunk_attention, q[S:], chunk)
-    return jnp.concatenate([decoded, chunked]), segments
+        chunked, more = attend(chunk_attention, q[S:], chunk)
+        mass = None if mass is None else mass + more
+    return jnp.concatenate([decoded, chunked]), segments, mass
 
 
-def _where_any(some: jax.Array, compute: Callable[[], jax.Array]) -> jax.Array:
+def _where_any(some: jax.Array, compute: Callable[[], Any]) -> Any:
     """Computes where there are some, and returns zeros where there is none."""
     like = jax.eval_shape(compute)
-    return jax.lax.cond(some, compute, lambda: jnp.zeros(like.shape, like.dtype))
+    return jax.lax.cond(some, compute, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
 def decode_attention(
-    q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None, sinks: jax.Array | None = None
-) -> jax.Array:
-    """Attends scaled q `[S, K, G, Dh]`, sinks `[K, G]`; returns `[S, K, G, Dv]`, 0 without a block."""
+    q: jax.Array, segments: Segments, plan: DecodePlan, window: int | None, sinks: jax.Array | None = None,
+    evicted: Evicted = ALL_KEPT,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Attends scaled q `[S, K, G, Dh]`, sinks `[K, G]`; returns `[S, K, G, Dv]`, 0 without a block, and what
+    `paged_attention` tells of blocks."""
     assert plan.owner is not None and plan.logical is not None
     S, K, G, Dh = q.shape
     Dv = segments[0].value_dim
@@ -152,6 +184,7 @@ def decode_attention(
     seen = key[:, None, :] <= last[:, :, None]  # [N, R, bs]
     if window is not None:
         seen &= key[:, None, :] > last[:, :, None] - window
+    seen = evicted.hide(seen, key[:, None, :], last[:, :, None])
     seen = seen[:, None, :, None, :]
     whole = jnp.where(seen, whole, lowest)
 
@@ -162,10 +195,15 @@ def decode_attention(
         (select.T @ _finite(highest).reshape(S, K * G)).reshape(N, R, K, G).transpose(0, 2, 1, 3)[..., None]
     )
     weights = jnp.where(seen, jnp.exp(whole - shift), 0.0)
-    total = weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G)
-    total = (select @ _finite(total)).reshape(S, K, G, 1)
+    each = _finite(weights.sum(axis=-1).transpose(0, 2, 1, 3).reshape(N * R, K * G))
+    total = (select @ each).reshape(S, K, G, 1)
     if sinks is not None:
         total += jnp.exp(sinks[None] - highest)[..., None]
+    mass = None
+    if evicted.blocks:
+        shares = (each * (select.T @ (1.0 / jnp.where(total > 0, total, 1.0)).reshape(S, K * G))).sum(axis=1)
+        place = jnp.repeat(plan.logical, R)[:, None] == jnp.arange(evicted.blocks, dtype=jnp.int32)[None]
+        mass = (select * shares[None]) @ place.astype(jnp.float32)
 
     if segments[0].quantized:
         scale = _joined([segment.row_scale for segment in segments])[:, :, None, None, :]
@@ -179,7 +217,7 @@ def decode_attention(
     summed = _joined(out)
     summed = summed.reshape(N, K, R, G, Dv).transpose(0, 2, 1, 3, 4).reshape(N * R, K * G * Dv)
     summed = (select @ _finite(summed.astype(jnp.float32))).reshape(S, K, G, Dv)
-    return (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+    return (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype), mass
 
 
 def _joined(parts: Sequence[Any]) -> jax.Array:
@@ -224,9 +262,11 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def chunk_attention(
-    q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None, sinks: jax.Array | None = None
-) -> jax.Array:
-    """Attends scaled q `[T, K, G, Dh]`, sinks `[K, G]`; returns `[T, K, G, Dv]`."""
+    q: jax.Array, segments: Segments, plan: ChunkPlan, window: int | None, sinks: jax.Array | None = None,
+    evicted: Evicted = ALL_KEPT,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Attends scaled q `[T, K, G, Dh]`, sinks `[K, G]`; returns `[T, K, G, Dv]`, and what `paged_attention`
+    tells of blocks, of queries from `plan.weigh_from` on."""
     T, K, G, Dh = q.shape
     Dv = segments[0].value_dim
     tile = 1 if plan.tile_count is None else tile_rows(T)
@@ -236,16 +276,23 @@ def chunk_attention(
     lowest = jnp.finfo(jnp.float32).min
     table = jnp.pad(plan.table, ((0, 0), (0, -plan.table.shape[1] % per_turn)))
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
+    kept = None  # where blocks are evicted one by one, the last query that sees each
+    if plan.last_query is not None:
+        kept = jnp.pad(plan.last_query, ((0, 0), (0, table.shape[1] - plan.table.shape[1])))
+    # Whole turns of keys that every query sees as the first ones.
+    first_turns = -(-evicted.span[0] // keys_per_turn) if evicted.span else 0
 
-    def one_tile(t: jax.Array, out: jax.Array) -> jax.Array:
+    def one_tile(t: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> Any:
+        out, mass = carry
         start, first = plan.tile_start[t], plan.tile_position[t]
         part = jax.lax.dynamic_slice_in_dim(padded, start, tile)
         part = part.transpose(1, 2, 0, 3).reshape(K, G * tile, Dh)
         position = jnp.tile(first + jnp.arange(tile, dtype=jnp.int32), G)[:, None]
 
-        def turn(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            blocks = jax.lax.dynamic_slice(table, (plan.tile_row[t], c * per_turn), (1, per_turn))[0]
-            loaded = load_blocks(segments, blocks)
+        def score(c: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+            """Returns a turn's blocks, its scores `[K, G·tile, keys]`, and which of them count."""
+            at = (plan.tile_row[t], c * per_turn)
+            loaded = load_blocks(segments, jax.lax.dynamic_slice(table, at, (1, per_turn))[0])
             scores = _product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
             if loaded.key_scale is not None:
                 scores = scores * loaded.key_scale[:, None, :]
@@ -253,6 +300,12 @@ def chunk_attention(
             seen = key <= position
             if window is not None:
                 seen &= key > position - window
+            if kept is not None:
+                seen &= position <= jnp.repeat(jax.lax.dynamic_slice(kept, at, (1, per_turn)), size, axis=1)
+            return loaded, scores, evicted.hide(seen, key, position)
+
+        def turn(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            loaded, scores, seen = score(i + jnp.where(i < first_turns, 0, skipped))
 
             def sums(weights: jax.Array) -> jax.Array:
                 weights = weights.astype(q.dtype) if loaded.codes is None else weights
@@ -260,8 +313,11 @@ def chunk_attention(
 
             return _running_softmax(carry, scores, seen[None], loaded.row_scale, sums)
 
-        begin = jnp.zeros((), jnp.int32)
-        if window is not None:
+        begin, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        if evicted.span is not None:
+            last_turns = jnp.maximum(first - evicted.span[1] + 1, 0) // keys_per_turn
+            skipped = jnp.maximum(last_turns - first_turns, 0)
+        elif window is not None:
             begin = jnp.maximum(first - window + 1, 0) // keys_per_turn
         count = 1 if plan.tile_count is None else plan.tile_count[t]
         end = (first + count - 1) // keys_per_turn + 1
@@ -270,15 +326,35 @@ def chunk_attention(
             jnp.zeros((K, G * tile, 1)),
             jnp.zeros((K, G * tile, Dv)),
         )
-        highest, total, summed = jax.lax.fori_loop(begin, end, turn, empty)
+        highest, total, summed = jax.lax.fori_loop(begin, end - skipped, turn, empty)
         if sinks is not None:
             total += jnp.exp(jnp.repeat(sinks, tile, axis=1)[..., None] - highest)
         result = (summed / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
         result = result.reshape(K, G, tile, Dv).transpose(2, 0, 1, 3)
         # Rows past the tile's count are overwritten by the next tile.
-        return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
+        out = jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
+        if mass is None:
+            return out, None
+        assert plan.weigh_from is not None
+        weigh_from = plan.weigh_from[plan.tile_row[t]]
+        told = (position >= weigh_from) & (position < first + count)
 
-    return jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, jnp.zeros_like(padded[..., :Dv]))[:T]
+        def weigh(c: jax.Array, mass: jax.Array) -> jax.Array:
+            _, scores, seen = score(c)
+            shares = jnp.where((seen & told)[None], jnp.exp(scores - highest), 0.0)
+            shares = _finite(shares / jnp.where(total > 0, total, 1.0))
+            each = shares.reshape(K * G * tile, per_turn, size).sum(axis=(0, 2))[None]
+            at = (plan.tile_row[t], c * per_turn)
+            return jax.lax.dynamic_update_slice(
+                mass, each + jax.lax.dynamic_slice(mass, at, (1, per_turn)), at
+            )
+
+        return out, jax.lax.fori_loop(jnp.where(first + count > weigh_from, 0, end), end, weigh, mass)
+
+    mass = jnp.zeros(table.shape, jnp.float32) if evicted.blocks else None
+    empty = jnp.zeros_like(padded[..., :Dv]), mass
+    out, mass = jax.lax.fori_loop(0, plan.num_tiles[0], one_tile, empty)
+    return out[:T], None if mass is None else mass[:, : evicted.blocks]
 
 
 def _running_softmax(

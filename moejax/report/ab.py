@@ -11,7 +11,7 @@ from rich.text import Text
 
 from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
-from moejax.report.determinism import determinism_table, mismatch_table
+from moejax.report.determinism import determinism_table, eviction_table, mismatch_table
 from moejax.report.figure import legend_below, new_figure
 from moejax.report.speculation import speculation_table
 from moejax.report.style import COLORS, run_title
@@ -80,6 +80,8 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
         tables.append(determinism_table(result["determinism"]))
     if result.get("mismatch"):
         tables.append(mismatch_table(result["mismatch"]))
+    if result.get("eviction"):
+        tables.append(eviction_table(result["eviction"]))
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

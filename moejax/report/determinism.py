@@ -1,5 +1,6 @@
-"""The tables of an A/B result on what numbers depend on: the batch (`moejax.bench.ab.determinism`), and
-whether they were computed for sampling or for training (`moejax.bench.ab.mismatch`). No JAX here."""
+"""The tables of an A/B result on what numbers depend on: the batch (`moejax.bench.ab.determinism`), whether
+they were computed for sampling or for training (`moejax.bench.ab.mismatch`), and what was kept of the keys
+(`moejax.bench.ab.eviction`). No JAX here."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,10 @@ _BATCH = (
 _TRAINING = (
     "sampled tokens' log-probabilities beside those of a training forward of the first variant's weights,"
     "\nwith its own routing and, replayed, with the engine's; flips: a token's layers, %"
+)
+_EVICTED = (
+    "held-out text, decoded token by token as it is; KL: from the first variant; cache: bytes a sequence;"
+    "\nneedle: nats by which a passage is likelier behind itself, and its share of the first variant's"
 )
 _HEAD = [Column(name, name, left=True) for name in ("variant", "dtype", "batched")]
 
@@ -32,3 +37,12 @@ def mismatch_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = ("logprob_difference", "sampled_kl", "replayed_logprob_difference", "replayed_sampled_kl")
     columns = [*_HEAD, *metric_columns("compared_tokens", "router_flips", *names)]
     return column_table("sampling beside training", columns, rows, _TRAINING)
+
+
+def eviction_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a line for each variant: what it keeps of keys and values, and what that costs."""
+    names = ("perplexity", "kl", "peak_cache_bytes", "end_cache_bytes", "needle_gain", "needle_recall")
+    head = [Column(name, name, left=True) for name in ("variant", "kv_policy", "kv_cache")]
+    return column_table(
+        "what evicting costs", [*head, *metric_columns("compared_tokens", *names)], rows, _EVICTED
+    )

@@ -367,12 +367,6 @@ class Kernels:
             return self.decode_bound
         return lambda shape, b, n: self.prefill_bound(shape, b * n, b * n * (n + 1) / 2)
 
-    def _decodes(self, *shape: int) -> list[_Curve]:
-        return self._heads("decode", *shape)
-
-    def _prefills(self, *shape: int) -> list[_Curve]:
-        return self._heads("prefill", *shape)
-
     def _collectives(self, op: str) -> dict[int, list[Curve]]:
         """Returns the measured curves of a collective by number of devices: an engine's own in a graph, and
         NCCL's, of which an engine takes the faster."""
@@ -388,8 +382,8 @@ class Kernels:
 _MAKERS: dict[str, Callable[..., list[_Curve]]] = {
     "gemm": Kernels._gemms,
     "experts": Kernels._experts,
-    "decode": Kernels._decodes,
-    "prefill": Kernels._prefills,
+    "decode": lambda kernels, *shape: kernels._heads("decode", *shape),
+    "prefill": lambda kernels, *shape: kernels._heads("prefill", *shape),
 }
 
 

@@ -8,9 +8,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
-
-RouterName = Literal["round_robin", "least_loaded", "least_cache", "two_choices", "prefix"]
+from typing import NamedTuple, Protocol
 
 
 class Load(NamedTuple):

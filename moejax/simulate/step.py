@@ -27,6 +27,7 @@ from moejax.perf.operation_costs import attribute
 from moejax.perf.sizes import attention_sizes, state_bytes
 from moejax.simulate.kernels import Estimate, ExpertShape, HeadShape, Kernels
 from moejax.simulate.routing import Load, Loads, RoutingLaw
+from moejax.simulate.tables import SOURCES
 
 _LAUNCHES, _EXPERT_LAUNCHES = 6, 2
 """Small operations of a layer between its products in a compiled step, and those of a router besides."""
@@ -271,16 +272,22 @@ def _sum(parts: Iterable[Part]) -> float:
     return sum(part.seconds for part in parts)
 
 
-def relative_spread(parts: Iterable[Part], spreads: Mapping[str, Mapping[str, float]]) -> float:
-    """Returns half of the relative width of a duration's 90 % interval, kinds of operations independent.
+def time_row(
+    seconds: Mapping[tuple[str, str], float], spreads: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Returns what simulated seconds by (kind of operation, source) tell: `from_SOURCE` and `time_OPERATION`,
+    shares of all of them, and `relative_spread`, half of the relative width of their 90 % interval, kinds of
+    operations independent.
 
     Args:
         spreads: kind of operation → source → half of its relative width; "engine" → "all" is of the whole.
     """
+    shares = dict.fromkeys([*(f"from_{name}" for name in SOURCES), *(f"time_{op}" for op in OPERATIONS)], 0.0)
     by_op: defaultdict[str, float] = defaultdict(float)
-    total = 0.0
-    for part in parts:
-        total += part.seconds
-        by_op[part.op] += part.seconds * spreads.get(part.op, {}).get(part.source, 0.5)
-    engine = total * spreads.get("engine", {}).get("all", 0.0)
-    return math.hypot(engine, *by_op.values()) / total if total else 0.0
+    for (op, source), spent in seconds.items():
+        share = spent / sum(seconds.values())
+        shares[f"from_{source}"] += share
+        shares[f"time_{op}"] += share
+        by_op[op] += share * spreads.get(op, {}).get(source, 0.5)
+    engine = spreads.get("engine", {}).get("all", 0.0)
+    return {"relative_spread": math.hypot(engine, *by_op.values()), **shares}

@@ -1,5 +1,7 @@
 """Models beside models: every figure against the same computed plainly from logits and traces."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,32 +173,36 @@ class Letters:
         return [ord(c) for c in text]
 
 
+def read(text: str = "auto", max_windows: int | None = None, **changes: Any) -> Windows:
+    section = QuantizationSection(
+        text=text, seq_len=5, max_windows=max_windows, methods=["rtn"], presets={"rtn": QuantConfig("rtn")}
+    )
+    how: dict[str, Any] = {"model_dir": None, "tokenizer": Letters(), "seed": 0, "max_model_len": 64}
+    return read_windows(section, **how | changes)
+
+
 def test_windows_predict_every_token_once(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(chr(40 + i) for i in range(23)))
-    found = read_windows(str(file), 5, None, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
+    found = read(str(file))
     assert found.tokens.shape == (5, 6) and found.num_tokens == 22
     assert found.tokens[:, 1:][found.scored].tolist() == list(range(41, 63))
-    drawn = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
+    drawn = read(str(file), 3)
     assert len(drawn.tokens) == 3 and len({row.tobytes() for row in drawn.tokens}) == 3
-    again = read_windows(str(file), 5, 3, model_dir=None, tokenizer=Letters(), seed=0, max_model_len=64)
+    again = read(str(file), 3)
     assert drawn.fingerprint == again.fingerprint != found.fingerprint
 
 
 def test_a_text_that_cannot_be_scored_is_named(tmp_path):
-    def read(text="auto", **changes):
-        how = {"model_dir": tmp_path, "tokenizer": Letters(), "seed": 0, "max_model_len": 64} | changes
-        return read_windows(text, 5, None, **how)
-
     with pytest.raises(ConfigError, match=r"has no held_out\.txt; give one with quantization\.text=FILE"):
-        read()
+        read(model_dir=tmp_path)
     with pytest.raises(ConfigError, match="a model without a folder"):
-        read(model_dir=None)
+        read()
     (tmp_path / "held_out.txt").write_text("short")
     with pytest.raises(ConfigError, match="has 5 tokens, and two windows"):
-        read()
+        read(model_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        read(tokenizer=None)
+        read(model_dir=tmp_path, tokenizer=None)
     with pytest.raises(ConfigError, match="cannot read"):
         read(str(tmp_path / "none.txt"))
 

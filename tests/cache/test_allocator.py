@@ -145,7 +145,7 @@ def _table_beyond_the_pool(allocator: BlockAllocator, tables: list[list[int]]) -
 
 
 def _table_before_the_pool(allocator: BlockAllocator, tables: list[list[int]]) -> None:
-    tables[1].append(-1)
+    tables[1].append(-2)
 
 
 def _free_beyond_the_pool(allocator: BlockAllocator, tables: list[list[int]]) -> None:
@@ -169,7 +169,7 @@ def _heap_out_of_order(allocator: BlockAllocator, tables: list[list[int]]) -> No
         (_table_is_lost, "block 0 has refcount 2 and is in 1 tables"),
         (_table_holds_a_free_block, "block 4 has refcount 0 and is in 1 tables"),
         (_table_beyond_the_pool, r"blocks \[5\] do not exist"),
-        (_table_before_the_pool, r"blocks \[-1\] do not exist"),
+        (_table_before_the_pool, r"blocks \[-2\] do not exist"),
         (_free_beyond_the_pool, r"blocks \[5\] do not exist"),
         (_heap_out_of_order, "not a heap"),
     ],

@@ -16,8 +16,9 @@ import pytest
 from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
-from moejax.core.scheduling import SchedulingConfig, SpeculationConfig
+from moejax.core.scheduling import KvPolicyConfig, SchedulingConfig, SpeculationConfig
 from moejax.engine.requests.builder import roots_of
+from moejax.engine.scheduling.eviction import Eviction
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import POLICIES, Policy
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -67,6 +68,7 @@ class Limits:
     k: int = 0
     right: float = 1.0
     utility: bool = False
+    kv_policy: KvPolicyConfig | None = None
 
 
 class HostEngine:
@@ -112,6 +114,7 @@ class HostEngine:
             config = SpeculationConfig(method="ngram", k=limits.k)
             drafts = speculation(config, Oracle(self.groups, alone, limits.right))
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
+        self.scheduler.eviction = Eviction(self.allocator, self.windows, limits.kv_policy)
         self.scheduler.speculation = drafts
         self.utility = Utility(limits.k, StepTimes()) if limits.utility else None
         self.pace: Callable[[int, bool], float] = lambda rows, alone: self.chance.uniform(1, 4)
@@ -121,8 +124,9 @@ class HostEngine:
         if isinstance(self.scheduler, StaticScheduler):
             self.scheduler.starts = limits.starts
         self.runner = FakeRunner(
-            limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window
-        )
+            limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window,
+            limits.kv_policy,
+        )  # fmt: skip
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
         self.kept: list[tuple[Group, set[int], set[int]]] = []
@@ -287,7 +291,7 @@ class HostEngine:
     def check_outputs(self) -> None:
         """Every ended sample has the tokens that its request gets alone, an aborted one the first of them."""
         for group in self.groups:
-            expected = alone(group.ask)
+            expected = alone(group.ask, self.limits.kv_policy, self.limits.block_size)
             for index, sample in enumerate(group.samples):
                 if sample.state is not State.FINISHED:
                     continue
@@ -390,6 +394,7 @@ class HostEngine:
         self._check_transport(plan)
         holders = [s for group in self.groups for s in group.samples if s.blocks]
         stored = {(s.blocks[p // size], p % size) for s in holders for p in range(s.computed)}
+        stored = {(block, place) for block, place in stored if block != GONE}
         assert self.scheduler.stored_tokens() == len(stored)
         admitted = [s for s in queued if s.state is State.RUNNING]
         if not self.policy.moves and not self.policy.limited:
@@ -433,6 +438,7 @@ class HostEngine:
         self.events["copies"] += len(plan.copies)
         self.events["copies in windows"] += len(plan.window_copies)
         self.events["blocks left behind"] += any(GONE in s.window_blocks for s in plan.sequences)
+        self.events["blocks evicted"] += any(GONE in s.blocks for s in plan.sequences)
 
     def _check_transport(self, plan: StepPlan) -> None:
         """Each load goes to another block that was free; nothing is loaded that a save is to overwrite."""
@@ -489,7 +495,10 @@ class HostEngine:
         self.events["tokens of ended sequences"] += len(ended) - plan.idle
         before = [len(s.tokens) for s in ended]
         wanted = [(row, s) for row, s in plan.sampling_rows() if s.state is not State.FINISHED]
-        taken = self.scheduler.postprocess(plan, self.runner.collect(handle).tokens)
+        result = self.runner.collect(handle)
+        if result.mass is not None:
+            self.scheduler.eviction.take(plan, result.mass)
+        taken = self.scheduler.postprocess(plan, result.tokens)
         self._check_drafts(plan)
         alone = self.alone.popleft()
         if self.utility is not None and not plan.chunks:
@@ -550,9 +559,13 @@ def _situation(sample: Sequence) -> str:
 
 
 @functools.cache
-def alone(ask: Ask) -> tuple[tuple[int, ...], ...]:
-    """What a request's samples get on an engine that has room for all and runs nothing else."""
-    engine = HostEngine(Limits(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=1024))
+def alone(
+    ask: Ask, kv_policy: KvPolicyConfig | None = None, block_size: int = 4
+) -> tuple[tuple[int, ...], ...]:
+    """What a request's samples get on an engine that has room for all and runs nothing else; its blocks only
+    matter to policies."""
+    size = block_size if kv_policy else 4
+    engine = HostEngine(Limits(512, size, 16, 1024, kv_policy=kv_policy))
     group = engine.submit(ask)
     while not engine.idle:
         engine.step()

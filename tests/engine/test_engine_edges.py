@@ -138,7 +138,7 @@ def test_what_is_not_finite_stays_with_its_sequence() -> None:
 
     def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         return np.asarray(
-            decode_attention(jnp.asarray(q), (Segment(jnp.asarray(k), jnp.asarray(v)),), plan, None)
+            decode_attention(jnp.asarray(q), (Segment(jnp.asarray(k), jnp.asarray(v)),), plan, None)[0]
         )
 
     clean = attend(q, k, v)

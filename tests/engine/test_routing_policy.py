@@ -163,3 +163,15 @@ def test_what_does_not_go_together(policy: Any, options: dict[str, Any], words: 
 def test_neither_interrupted_nor_resumed() -> None:
     with engine(WIDE, RoutingPolicy("batch")) as llm, pytest.raises(RequestError, match="routing by batch"):
         llm.interrupt("0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["top_p", "batch", "bias"])
+def test_with_gpu_kernels(name: str) -> None:
+    """Interpreted: the experts' kernels leave out what a policy leaves out."""
+    policy, found = POLICIES.get(name, RoutingPolicy("bias", rate=0.05)), []
+    for kernels in ("xla", "pallas_triton"):
+        with engine(WIDE, policy, kernels=kernels, overlap=False, block_size=8) as llm:
+            outputs = llm.generate(PROMPTS[:2], dataclasses.replace(GREEDY, max_tokens=4))
+            found.append(([list(o.outputs[0].token_ids) for o in outputs], llm.routing_capture().ids))
+    assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])

@@ -261,7 +261,10 @@ MISTAKES = [
     (["workload=bursty"], ["workload=bursty is a preset of throughput: ", "(presets of latency: batch_"]),
     (
         ["experiment=foo"],
-        ["unknown preset 'foo' (known: ab, deterministic, latency_matrix,", "quick, rollouts, speculation)"],
+        [
+            "unknown preset 'foo' (known: ab, deterministic, kv_eviction, latency_matrix,",
+            "quick, rollouts, speculation)",
+        ],
     ),
     (["experiment=train_smoke"], ["a preset of train: python -m experiments.train experiment=train_smoke"]),
     (["experiment=quick_throughput"], ["is a preset of throughput: ", "(presets of latency: ab, "]),
@@ -505,7 +508,10 @@ def test_defect_outranks_a_users_error_in_a_sweep(capsys: pytest.CaptureFixture[
 
 def test_shown_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, expected in (
-        (["--help"], "experiment: ab, deterministic, latency_matrix, latency_matrix_a100, lora, "),
+        (
+            ["--help"],
+            "experiment: ab, deterministic, kv_eviction, latency_matrix, latency_matrix_a100, lora, ",
+        ),
         (["--help"], "peers_medium_dummy, quick, rollouts, speculation\nhardware: "),
         (["--cfg", "job"], "path: tiny"),
         (["--cfg", "job", "-p", "workload", "--resolve"], "seed: 0"),

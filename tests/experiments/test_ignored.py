@@ -159,3 +159,9 @@ def test_preset_says_what_it_costs_and_its_command_composes(name: str) -> None:
     assert plan.config or plan.expected
     configs = [config for config in (*jobs, plan.config) if config is not None]
     assert not [ignored for ignored in map(ignored_settings, configs) if ignored]
+
+
+def test_a_simulation_refuses_what_depends_on_attention():
+    """Its attention is by formula, over whole contexts."""
+    with pytest.raises(ConfigError, match=r"^engine\.kv_policy\.method=h2o: a simulation's attention reads"):
+        compose(["engine.kv_policy.method=h2o"], experiment="simulate")

@@ -71,5 +71,5 @@ def test_a_small_comparison_as_a_program(tmp_path: Path) -> None:
     assert done.stdout.startswith("results: run\n{")
     assert [row["bits_per_weight"] for row in result["cases"]] == [32.0, 8.25, 4.25]
     assert result["wandb_group"] == "quantization-tiny-run"
-    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    runs = sorted(path for path in tmp_path.rglob("offline-run-*") if path.is_dir())
     assert len(runs) == 3 and "inside the noise (95 %" in done.stderr

@@ -60,7 +60,7 @@ def program(spec: Spec, plain: bool):
     def run(q, k, segments, plan, weight):
         return paged_attention(
             q, k, None, segments, plan, window=None, scale=0.4, latents=LatentHeads(weight, LATENT)
-        )
+        )[:2]
 
     return jax.jit(run)
 
@@ -154,7 +154,7 @@ def test_flops_are_those_of_the_account(
             return module.plain_chunk_attention(
                 q, segments, plan, heads, jnp.zeros((new, H, latent.value_dim))
             )
-        out = module.chunk_attention(heads.absorb(q)[:, None], segments, plan, None)
+        out, _ = module.chunk_attention(heads.absorb(q)[:, None], segments, plan, None)
         return heads.values(out[:, 0])
 
     weight = jnp.zeros((latent.kv_rank, H, latent.nope_dim + latent.value_dim))

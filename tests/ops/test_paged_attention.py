@@ -58,7 +58,7 @@ def program(spec: Spec):
 
     def run(q, k, v, segments: Segments, plan: AttentionPlan):
         sinks = None if (given := sinks_of(spec)) is None else jnp.asarray(given)
-        return paged_attention(q, k, v, segments, plan, window=spec.window, scale=SCALE, sinks=sinks)
+        return paged_attention(q, k, v, segments, plan, window=spec.window, scale=SCALE, sinks=sinks)[:2]
 
     return jax.jit(run)
 
@@ -129,7 +129,7 @@ def test_the_reference_is_the_contiguous_operation() -> None:
             k, v = (jnp.asarray(x.swapaxes(0, 1)[None], jnp.float32) for x in (row.keys, row.values))
             positions = jnp.arange(row.start, row.length, dtype=jnp.int32)[None]
             q = jnp.asarray(case.q[place][None], jnp.float32)
-            out = attention(q, k, v, positions, window=spec.window, scale=SCALE, sinks=sinks)
+            out = attention(q, k, v, positions, window=spec.window, scale=SCALE, sinks=sinks)[:2]
             assert_close(out[0], want, limit(spec))
 
 
@@ -236,7 +236,7 @@ def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytes
     block = spec.kv_heads * spec.head_dim * spec.block_size
     monkeypatch.setattr(module, "CODES_AT_A_TIME", 5 * block)
     lowered = jax.jit(
-        lambda q, k, v, segments, plan: paged_attention(q, k, v, segments, plan, window=None, scale=SCALE)
+        lambda q, k, v, segments, plan: paged_attention(q, k, v, segments, plan, window=None, scale=SCALE)[:2]
     ).lower(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)
     program = lowered.compile()
     out, _ = program(*(jnp.asarray(x, jnp.float32) for x in (case.q, case.k, case.v)), case.before, case.plan)

@@ -3,9 +3,14 @@
 Its cache holds, for each position, a hash of all tokens up to there, as a real cache's keys depend on all
 tokens up to theirs. A token is sampled from all positions up to its own, read through the block table: a
 wrong block, a missed copy, a lost write or one into another's block, however far back, gives another token
-than the same request alone would get.
+than the same request alone would get. Where a policy evicts keys, what a position holds depends on those
+alone that its query sees, and blocks get whole numbers as their attention.
 """
 
+import numpy as np
+
+from moejax.cache.allocator import GONE
+from moejax.core.scheduling import KvPolicyConfig
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.runner import StepResult
@@ -19,6 +24,8 @@ class FakeRunner:
         vocab_size: tokens are drawn from [0, vocab_size).
         fail_at: launches (counted from 0) that raise `RuntimeError`, to test what the engine does then.
         window: tokens that sequences keep in blocks of windows, which must hold what the others hold of them.
+        policy: what sequences keep of their blocks; None: all. `told` has what each query told, by order of
+            its sequence and position.
     """
 
     def __init__(
@@ -28,9 +35,11 @@ class FakeRunner:
         vocab_size: int = 1000,
         fail_at: frozenset[int] = frozenset(),
         window: int | None = None,
+        policy: KvPolicyConfig | None = None,
     ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.fail_at, self.window = fail_at, window
+        self.fail_at, self.window, self.policy = fail_at, window, policy
+        self.told: dict[tuple[int, int], dict[int, int]] = {}
         self.launches = 0
         self.reset()
 
@@ -43,11 +52,14 @@ class FakeRunner:
             raise RuntimeError(f"step {number} fails on purpose")
         while len(self._groups) < len(plan.groups):
             sizes = self.num_blocks, self.block_size, self.vocab_size, self.window
-            self._groups.append(FakeDevice(*sizes))
+            self._groups.append(FakeDevice(*sizes, self.policy))
         tokens: list[int] = []
         for device, part in zip(self._groups, plan.groups, strict=True):
             tokens += device.step(part)
-        return StepResult(tokens, padded_tokens=plan.num_tokens)
+        mass = None
+        if self.policy is not None and self.policy.weighs:
+            mass = self._groups[0].weigh(plan.groups[0], self.told)
+        return StepResult(tokens, padded_tokens=plan.num_tokens, mass=mass)
 
     def save(self, plan: Plan) -> None:
         for device, part in zip(self._groups, plan.groups, strict=True):
@@ -63,9 +75,16 @@ class FakeRunner:
 class FakeDevice:
     """The cache of one data-parallel group."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        window: int | None = None,
+        policy: KvPolicyConfig | None = None,
+    ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.window = window
+        self.window, self.policy = window, policy
         self._windows: dict[int, list[int | None]] = {}
         self._cache: dict[int, list[int | None]] = {}
         self._last: dict[int, int] = {}
@@ -119,7 +138,9 @@ class FakeDevice:
             token = self._last[sequence.slot]
             assert token >= 0, f"{sequence!r} decodes what a step with drafts has sampled, which nobody read"
         before: int | None = -1 if sequence.identity is None else hash(sequence.identity)
-        if position:
+        if position and self.policy is not None:
+            before = hash((before, self._attend(sequence, position, position)))
+        elif position:
             index, offset = divmod(position - 1, self.block_size)
             before = self._block(sequence.blocks[index])[offset]
             if before is None:
@@ -136,12 +157,49 @@ class FakeDevice:
         assert self.window is not None
         for seen in range(max(0, position - self.window + 1), position + 1):
             index, offset = divmod(seen, self.block_size)
+            if sequence.blocks[index] == GONE:
+                continue
             block = self._windows.get(sequence.window_blocks[index], [None] * self.block_size)
             if block[offset] != self._block(sequence.blocks[index])[offset]:
                 raise AssertionError(f"{sequence!r} sees something else at {seen} through its window")
 
-    def _attend(self, sequence: Sequence, seen: int) -> int:
-        """Hashes what its first positions hold, once this step's are written."""
+    def weigh(self, plan: StepPlan, told: dict[tuple[int, int], dict[int, int]]) -> np.ndarray:
+        """Returns the attention that each row's queries gave each block, whole numbers that depend on what
+        the block's first place holds."""
+        mass = np.zeros((len(plan.sequences), self.num_blocks + 64))
+        rows = [(row, s, [p]) for row, (s, p) in enumerate(zip(plan.decodes, plan.positions, strict=True))]
+        row = len(plan.decodes)
+        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            asked = range(chunk.weigh_from, chunk.start + chunk.count)
+            rows.append((row, chunk.sequence, [] if chunk.sequence.kept is None else list(asked)))
+            row += 1 + len(forks)
+        for row, sequence, positions in rows:
+            for position in positions:
+                blocks = {p // self.block_size for p in self._seen(sequence, position)}
+                given = {b: hash((self._block(sequence.blocks[b])[0], position)) % 5 for b in blocks}
+                told[sequence.order, position] = given
+                for block, weight in given.items():
+                    mass[row, block] += weight
+        return mass
+
+    def _seen(self, sequence: Sequence, query: int) -> list[int]:
+        """Returns the positions that a query sees under the policy."""
+        assert self.policy is not None
+        if self.policy.span is not None:
+            sinks, recent = self.policy.span
+            return [p for p in range(query + 1) if p < sinks or p > query - recent]
+        last = sequence.kept.last_query if sequence.kept is not None else []
+        size = self.block_size
+        return [p for p in range(query + 1) if p // size >= len(last) or last[p // size] >= query]
+
+    def _attend(self, sequence: Sequence, seen: int, query: int | None = None) -> int:
+        """Hashes what its first positions hold, once this step's are written; with a policy of these what the
+        query sees, the last of them unless it is given."""
+        if self.policy is not None:
+            at = [p for p in self._seen(sequence, seen - 1 if query is None else query) if p < seen]
+            values = [self._block(sequence.blocks[p // self.block_size])[p % self.block_size] for p in at]
+            assert None not in values, f"{sequence!r} reads a position that was never written"
+            return hash(tuple(values))
         hashes = [value for block in sequence.blocks for value in self._block(block)][:seen]
         if None in hashes:
             raise AssertionError(f"{sequence!r} reads position {hashes.index(None)}, which was never written")

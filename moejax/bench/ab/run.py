@@ -8,6 +8,7 @@ import numpy as np
 
 from moejax.bench.ab.config import AblationSection, AbSection
 from moejax.bench.ab.determinism import determinism_rows
+from moejax.bench.ab.eviction import eviction_rows
 from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, values_of
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.mismatch import check_mismatch, mismatch_rows
@@ -28,7 +29,7 @@ from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields, paired_ratio
 
-_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch")
+_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch", "eviction")
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
@@ -241,6 +242,7 @@ def _build(
         speculation=drafts,
         determinism=determinism,
         mismatch=mismatch_rows(arms, load) if ab.mismatch else [],
+        eviction=eviction_rows(arms, load),
         **ladder,
     )
 

@@ -13,7 +13,6 @@ class Target(NamedTuple):
     device: str
     hardware: str
     capability: int
-    multiprocessors: int
     registers: int
     warps: int
     blocks: int
@@ -22,8 +21,8 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "sm_80": Target("a100", "a100_80gb", 80, 108, 65536, 64, 32, 164 * 1024, 163 * 1024),
-    "sm_90": Target("h100", "h100", 90, 132, 65536, 64, 32, 228 * 1024, 227 * 1024),
+    "sm_80": Target("a100", "a100_80gb", 80, 65536, 64, 32, 164 * 1024, 163 * 1024),
+    "sm_90": Target("h100", "h100", 90, 65536, 64, 32, 228 * 1024, 227 * 1024),
 }
 
 _WARP, _REGISTER_UNIT, _SHARED_RESERVED = 32, 256, 1024

@@ -90,10 +90,7 @@ def run_offload(
 
 def _capture(llm: LLM, section: OffloadSection, run: ExperimentRun, seed: int) -> RoutingCapture:
     """Routes the windows of the text, each as a prompt; what follows it is not used."""
-    windows = read_windows(
-        section.text, section.seq_len, section.max_windows, model_dir=llm.model_dir,
-        tokenizer=llm.tokenizer, seed=seed, max_model_len=llm.max_model_len, section="offload",
-    )  # fmt: skip
+    windows = read_windows(section, llm.model_dir, llm.tokenizer, llm.max_model_len, seed)
     run.record(seeds={"seed": seed}, checkpoint=llm.model_dir, workload=windows.fingerprint)
     whole = windows.tokens[windows.scored.all(axis=1), : section.seq_len]
     llm.reset_capture()

@@ -44,6 +44,11 @@ class HeldOutText(Checked):
     resamples: Annotated[int, at_least(100)] = 2000
     confidence: OpenShare = 0.95
 
+    @property
+    def prefix(self) -> str:
+        """What the names of its fields begin with on the command line."""
+        return self._section
+
 
 @dataclass(frozen=True)
 class QuantizationSection(HeldOutText, section="quantization"):

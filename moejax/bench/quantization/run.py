@@ -129,15 +129,7 @@ def run_quantization(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     full = open_model(None)
-    windows = read_windows(
-        section.text,
-        section.seq_len,
-        section.max_windows,
-        model_dir=full.model_dir,
-        tokenizer=full.tokenizer,
-        seed=seed,
-        max_model_len=full.max_model_len,
-    )
+    windows = read_windows(section, full.model_dir, full.tokenizer, full.max_model_len, seed)
     loads = None
     if section.routing_trace is not None:
         capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)
@@ -151,9 +143,7 @@ def run_quantization(
         )
         speed = None
         if section.speed.iterations:
-            rows = windows.tokens[np.arange(section.speed.batch_size) % len(windows.tokens)]
-            prompts = rows[:, : section.speed.prompt_len].tolist()
-            speed = SpeedMeter(full, prompts, section.speed)
+            speed = SpeedMeter(full, windows, section.speed)
         bench = Bench(
             open_model, full, windows, evaluator, boot, evaluator.baseline(), speed,
             section, loads,

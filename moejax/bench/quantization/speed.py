@@ -13,6 +13,7 @@ import numpy as np
 from moejax.bench.common.roofline import percent_of_roof
 from moejax.bench.common.step_cost import EngineSteps
 from moejax.bench.quantization.config import SpeedSection
+from moejax.bench.quantization.text import Windows
 from moejax.bench.workload import LatencyCase
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM
@@ -26,11 +27,12 @@ class SpeedMeter:
 
     Args:
         full: the full-precision model, which every other is measured beside.
-        prompts: one a sequence, from the held-out text, because time depends on routing.
+        windows: of the held-out text, which the prompts begin, because time depends on routing.
     """
 
-    def __init__(self, full: LLM, prompts: list[list[int]], speed: SpeedSection) -> None:
-        self.full, self.prompts, self.speed = full, prompts, speed
+    def __init__(self, full: LLM, windows: Windows, speed: SpeedSection) -> None:
+        rows = windows.tokens[np.arange(speed.batch_size) % len(windows.tokens)]
+        self.full, self.prompts, self.speed = full, rows[:, : speed.prompt_len].tolist(), speed
         self.params = SamplingParams(max_tokens=speed.output_len, temperature=0.0, ignore_eos=True)
         self._full_times: list[float] = []
         # What a step of the full-precision model reads; quantized ones about as much.

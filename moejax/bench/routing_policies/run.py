@@ -48,10 +48,7 @@ def run_policies(
     full, speed = open_model(None), section.speed
     if not any(full.config.moe_layers):
         raise ConfigError(f"routing_policies: {run.model} has no experts to choose among")
-    windows = read_windows(
-        section.text, section.seq_len, section.max_windows, model_dir=full.model_dir,
-        tokenizer=full.tokenizer, seed=seed, max_model_len=full.max_model_len, section="routing_policies",
-    )  # fmt: skip
+    windows = read_windows(section, full.model_dir, full.tokenizer, full.max_model_len, seed)
     run.record(seeds={"seed": seed}, checkpoint=full.model_dir, workload=windows.fingerprint)
     run.track()
     evaluator = Evaluator(full.model, windows, speed.batch_size)
@@ -62,8 +59,7 @@ def run_policies(
     rows: list[dict[str, Any]] = [{"name": OWN, "method": OWN}]
     with progress(OWN, total=1 + len(chosen) * (1 + evaluator.num_batches)) as task:
         base = evaluator.baseline()
-        starts = windows.tokens[np.arange(speed.batch_size) % len(windows.tokens), : speed.prompt_len]
-        meter = SpeedMeter(full, starts.tolist(), speed)
+        meter = SpeedMeter(full, windows, speed)
         task.advance()
         for name, preset in chosen.items():
             task.describe(name)

@@ -19,7 +19,7 @@ from typing import Any
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.simulate.config import PlanSection, SimulateSection
 from moejax.bench.simulate.replicas import Deployment, deploy, layouts
-from moejax.bench.simulate.run import Asked, simulated_kind, simulated_row, start_simulated
+from moejax.bench.simulate.run import Asked, PlannedLoad, simulated_kind, simulated_row, start_simulated
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
@@ -178,13 +178,13 @@ def _kept(
             warmup_s=once,
             duration_s=_TIMES * once,
         )
-        plan = plan_requests(given, one.model.vocab_size)
-        row = simulated_row(one, plain, given, plan)
+        load = PlannedLoad(None, given, plan_requests(given, one.model.vocab_size))
+        row = simulated_row(one, plain, load)
         good, ended = row["request_goodput"], row["request_throughput"]
         if attempt == _ATTEMPTS - 1 or (good and good >= _KEPT * ended):
             break
         rate *= 0.8
-    return simulated_row(one, section, given, plan) if section.interval else row
+    return simulated_row(one, section, load) if section.interval else row
 
 
 def _sized(

@@ -27,8 +27,7 @@ from moejax.simulate.calibration import Calibration, kind_of, load_calibration
 from moejax.simulate.kernels import Kernels
 from moejax.simulate.routing import RoutingLaw
 from moejax.simulate.runner import simulated_engine
-from moejax.simulate.step import OPERATIONS, GroupWork, Part, StepDurations, StepTime, relative_spread
-from moejax.simulate.tables import SOURCES
+from moejax.simulate.step import GroupWork, StepDurations, StepTime, time_row
 
 CALIBRATION = "calibration_points.csv"
 _BLOCK = 16
@@ -173,18 +172,11 @@ def simulate_point(
         metrics[name] *= merged
     metrics["mean_latency_ms"] = 1e3 * run.duration_s
     metrics["tok_s_per_request"] = 1e3 / metrics.get("mean_tpot_ms", math.inf)
-    parts = backend.parts()
-    total = sum(parts.values())
-    shares = {
-        f"from_{name}": sum(s for (_, source), s in parts.items() if source == name) for name in SOURCES
-    }
-    shares |= {f"time_{name}": sum(s for (op, _), s in parts.items() if op == name) for name in OPERATIONS}
     return metrics, {
-        "relative_spread": relative_spread([Part(*key, s) for key, s in parts.items()], calibration.spreads),
         "routing_law": str(law) if model.num_experts else "",
         "num_blocks": blocks,
         "merged": merged,
-        **{name: seconds / total for name, seconds in shares.items()},
+        **time_row(backend.parts(), calibration.spreads),
     }
 
 

@@ -129,9 +129,8 @@ def _single(row: Row, number: int) -> list[Point]:
     elif metric not in METRICS:
         reason = f"{metric} is of prompts or outputs alone"
     chat = row["input"] == "ShareGPT"
-    prompt, output = (
-        (chat_lengths(217), chat_lengths(201)) if chat else map(_whole, (row["input"], row["output"]))
-    )
+    lengths = (int(row[name] or 1) for name in ("input", "output"))
+    prompt, output = (chat_lengths(217), chat_lengths(201)) if chat else lengths
     weights = weights_of(row["weights"], device, stack)
     ep, tp, nodes = (1 if reason else int(row[name]) for name in ("ep", "tp", "nodes"))
     return [Point(
@@ -139,10 +138,6 @@ def _single(row: Row, number: int) -> list[Point]:
         int(row["requests"] or batch or 1), ParallelConfig(ep=ep, tp=tp, nodes=nodes), None, weights, weights,
         published={metric: float(row["value"])}, reason=reason,
     )]  # fmt: skip
-
-
-def _whole(text: str) -> int:
-    return int(text or 1)
 
 
 def chat_lengths(mean: float) -> Lengths:

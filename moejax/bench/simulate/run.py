@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moejax.bench.backends.simulated import SimulatedBackend
@@ -23,8 +23,7 @@ from moejax.report.progress import Task, progress
 from moejax.results.result import Result
 from moejax.routing.source import open_trace
 from moejax.simulate.routing import RoutingLaw
-from moejax.simulate.step import OPERATIONS, Part, relative_spread
-from moejax.simulate.tables import SOURCES
+from moejax.simulate.step import time_row
 
 WITH_INTERVAL = (
     "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms",
@@ -141,7 +140,7 @@ def load_rows(
     for number, (deployment, (fleet, described), load) in enumerate(cases):
         words = (f"simulating {deployment.name}", fleet, load.name, f"({number + 1} of {len(cases)})")
         task.describe(" ".join(filter(None, words)))
-        row = simulated_row(deployment, described, load.workload, load.plan)
+        row = simulated_row(deployment, described, load)
         named = {"fleet": fleet, "load": load.name}
         rows.append(row | {key: value for key, value in named.items() if value})
     return rows
@@ -160,39 +159,26 @@ def start_simulated(run: ExperimentRun, workload: ThroughputWorkload, device: st
 
 
 def _serve(
-    deployment: Deployment,
-    section: SimulateSection,
-    workload: ThroughputWorkload,
-    plan: Sequence[PlannedRequest],
-    scale: float = 1.0,
-) -> tuple[Mode, TrafficRun]:
-    """Returns the pass of a plan through replicas whose steps take `scale` times as long."""
+    deployment: Deployment, section: SimulateSection, load: PlannedLoad, scale: float = 1.0
+) -> tuple[SimulatedBackend, TrafficRun]:
+    """Returns replicas whose steps take `scale` times as long, and the pass of a load through them."""
+    _, workload, plan = load
     backend = deployment.backend(section, scale, workload.slo)
-    mode = Mode(backend, plan, workload)
     served = drive(
         backend, plan, workload.sampling, workload=workload, clock=backend.clock, sleep=backend.sleep
     )
     served.require_completed(deployment.name)
-    mode.runs.append(served)
-    return mode, served
+    return backend, served
 
 
-def simulated_row(
-    deployment: Deployment,
-    section: SimulateSection,
-    workload: ThroughputWorkload,
-    plan: Sequence[PlannedRequest],
-) -> dict[str, Any]:
-    """Returns the figures of a deployment under a workload with their intervals, sources and assumptions."""
-    mode, _ = _serve(deployment, section, workload, plan)
-    (row,) = mode_rows([mode], workload)
-    backend = mode.backend
-    assert isinstance(backend, SimulatedBackend)
-    fleet, parts = backend.fleet_row(), backend.parts()
+def simulated_row(deployment: Deployment, section: SimulateSection, load: PlannedLoad) -> dict[str, Any]:
+    """Returns the figures of a deployment under a load with their intervals, sources and assumptions."""
+    workload = load.workload
+    backend, served = _serve(deployment, section, load)
+    (row,) = mode_rows([Mode(backend, load.plan, workload, [served])], workload)
+    fleet = backend.fleet_row()
     rooms = [deployment.others[name].room for name in section.autoscale.layouts] or [deployment.room]
-    spread = relative_spread([Part(*key, s) for key, s in parts.items()], deployment.calibration.spreads)
-    shares = {key: seconds / sum(parts.values()) for key, seconds in parts.items()}
-    met = [each["slo_met"] for each in mode.runs[0].rows(workload.slo)]
+    met = [each["slo_met"] for each in served.rows(workload.slo)]
     row |= fleet | {
         "attainment": sum(map(bool, met)) / len(met) if workload.slo and met else None,
         "layout": deployment.name,
@@ -202,26 +188,17 @@ def simulated_row(
         "memory_gb": (held := max(room.held(row["cache_use_peak"]) for room in rooms)) / 1e9,
         "device_memory_use_peak": held / (deployment.step.kernels.hardware.memory or math.inf),
         "routing_law": str(deployment.step.routing),
-        "relative_spread": spread,
-        **{f"from_{name}": sum(v for (_, source), v in shares.items() if source == name) for name in SOURCES},
-        **{f"time_{name}": sum(v for (op, _), v in shares.items() if op == name) for name in OPERATIONS},
+        **time_row(backend.parts(), deployment.calibration.spreads),
     }
     if section.interval:
-        ends = [
-            _metrics(deployment, section, workload, plan, scale) for scale in (1 / (1 + spread), 1 + spread)
-        ]
+        widest = 1 + row["relative_spread"]
+        ends = [_serve(deployment, section, load, scale)[1] for scale in (1 / widest, widest)]
+        figures = [row, *(end.metrics(workload.slo) for end in ends)]
         for name in WITH_INTERVAL:
-            values = [
-                value for value in (row.get(name), *(end.get(name) for end in ends)) if value is not None
-            ]
+            values = [value for figure in figures if (value := figure.get(name)) is not None]
             if values:
                 row |= {f"{name}_low": min(values), f"{name}_high": max(values)}
     return row
-
-
-def _metrics(deployment: Deployment, section: SimulateSection, workload: ThroughputWorkload,
-             plan: Sequence[PlannedRequest], scale: float) -> Mapping[str, Any]:  # fmt: skip
-    return _serve(deployment, section, workload, plan, scale)[1].metrics(workload.slo)
 
 
 def _laws(
@@ -231,7 +208,8 @@ def _laws(
     rows = []
     for law in section.laws:
         for each in deployments:
-            metrics = _metrics(each.under(RoutingLaw(law)), section, load.workload, load.plan, 1.0)
+            _, served = _serve(each.under(RoutingLaw(law)), section, load)
+            metrics = served.metrics(load.workload.slo)
             names = ("median_tpot_ms", "median_ttft_ms", "output_throughput")
             rows.append({"layout": each.name, "law": law, **{name: metrics[name] for name in names}})
     return rows

@@ -33,7 +33,9 @@ def run_validate(asked: Asked, run: ExperimentRun) -> Result:
             f"simulate.points={section.points}: no such folder; give one with files e2e_*.csv[.gz]"
         )
     points = [
-        point for point in read_points(folder) if not section.groups or _chosen(point.group, section.groups)
+        point
+        for point in read_points(folder)
+        if not section.groups or point.group.startswith(tuple(section.groups))
     ]
     if not points:
         groups = ", ".join(dict.fromkeys(point.group for point in read_points(folder)))
@@ -84,10 +86,6 @@ def run_calibrate(asked: Asked, run: ExperimentRun) -> Result:
     result = run.result(metrics={"points": sum(entry["points"] for entry in entries)}, calibration=entries,
                         hardware={"kind": "validation", "simulated": True})  # fmt: skip
     return run.finish(result)
-
-
-def _chosen(group: str, groups: Sequence[str]) -> bool:
-    return group.startswith(tuple(groups))
 
 
 def _median(values: Sequence[float]) -> float | None:

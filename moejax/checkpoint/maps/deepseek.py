@@ -6,11 +6,11 @@ from moejax.checkpoint.maps.rules import (
     DENSE_MLP,
     QK_NORM,
     Rule,
-    Target,
     fused_experts,
     gated_mlp,
     linear,
     routed,
+    tensor,
 )
 
 _ATTENTION, _OURS = "model.layers.{l}.self_attn", "layers.{l}.attention"
@@ -22,8 +22,8 @@ _LATENT: tuple[Rule, ...] = (
     *linear(f"{_ATTENTION}.kv_a_proj_with_mqa", f"{_OURS}.kv_a_proj", bias=True),
     *linear(f"{_ATTENTION}.kv_b_proj", f"{_OURS}.kv_b_proj"),
     *linear(f"{_ATTENTION}.o_proj", f"{_OURS}.o_proj", bias=True),
-    Rule(f"{_ATTENTION}.q_a_layernorm.weight", (Target(f"{_OURS}.q_a_norm.scale"),)),
-    Rule(f"{_ATTENTION}.kv_a_layernorm.weight", (Target(f"{_OURS}.kv_a_norm.scale"),)),
+    tensor(f"{_ATTENTION}.q_a_layernorm.weight", f"{_OURS}.q_a_norm.scale"),
+    tensor(f"{_ATTENTION}.kv_a_layernorm.weight", f"{_OURS}.kv_a_norm.scale"),
 )
 
 _EXPERTS = (
@@ -33,18 +33,15 @@ _EXPERTS = (
     *gated_mlp("model.layers.{l}.mlp.shared_experts", "layers.{l}.moe.shared_expert"),
 )
 
-_MLP, _BIAS, _PARAM = (
-    "model.layers.{l}.mlp",
-    "e_score_correction_bias",
-    "layers.{l}.moe.router.correction_bias",
-)
-CORRECTION_BIAS = Rule(f"{_MLP}.gate.{_BIAS}", (Target(_PARAM),))
+_MLP, _BIAS = "model.layers.{l}.mlp", "e_score_correction_bias"
+_PARAM = "layers.{l}.moe.router.correction_bias"
+CORRECTION_BIAS = tensor(f"{_MLP}.gate.{_BIAS}", _PARAM)
 
 RULES = (*BACKBONE, *_LATENT, *_EXPERTS, CORRECTION_BIAS)
 GROUPED_QUERY_RULES = (*COMMON, *QK_NORM, *_EXPERTS, CORRECTION_BIAS)
 ERNIE_RULES = (
     *COMMON,
     *_EXPERTS,
-    Rule(f"{_MLP}.moe_statics.{_BIAS}", (Target(_PARAM, "row"),)),
-    Rule(f"{_MLP}.gate.moe_statics.{_BIAS}", (Target(_PARAM, "row"),), canonical=False),
+    tensor(f"{_MLP}.moe_statics.{_BIAS}", _PARAM, "row"),
+    tensor(f"{_MLP}.gate.moe_statics.{_BIAS}", _PARAM, "row", canonical=False),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moejax.checkpoint.maps.dense import QWEN3_RULES
-from moejax.checkpoint.maps.rules import Rule, Target
+from moejax.checkpoint.maps.rules import Rule, tensor
 
 _NORMS = {
     "post_attention_layernorm": "attention_output_norm",
@@ -13,7 +13,7 @@ _NORMS = {
 _TEXT = (
     *(rule for rule in QWEN3_RULES if "post_attention_layernorm" not in rule.key),
     *(
-        Rule(f"model.layers.{{l}}.{key}.weight", (Target(f"layers.{{l}}.{name}.scale"),))
+        tensor(f"model.layers.{{l}}.{key}.weight", f"layers.{{l}}.{name}.scale")
         for key, name in _NORMS.items()
     ),
 )

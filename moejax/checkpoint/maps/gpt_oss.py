@@ -1,6 +1,6 @@
 """gpt-oss's keys: experts stacked as `x @ weight` takes them, gate and up in turn in one tensor."""
 
-from moejax.checkpoint.maps.rules import COMMON, Rule, Target, linear, routed
+from moejax.checkpoint.maps.rules import COMMON, Rule, Target, linear, routed, tensor
 
 _LAYER, _EXPERTS = "model.layers.{l}", "layers.{l}.moe.experts"
 
@@ -11,13 +11,13 @@ def _experts(key: str, kind: str) -> tuple[Rule, ...]:
     prefix = f"{_LAYER}.mlp.experts"
     return (
         Rule(f"{prefix}.gate_up_{key}", pair),
-        Rule(f"{prefix}.down_{key}", (Target(f"{_EXPERTS}.down_{kind}", "stacked"),)),
+        tensor(f"{prefix}.down_{key}", f"{_EXPERTS}.down_{kind}", "stacked"),
     )
 
 
 RULES = (
     *COMMON,
-    Rule(f"{_LAYER}.self_attn.sinks", (Target("layers.{l}.attention.sinks"),)),
+    tensor(f"{_LAYER}.self_attn.sinks", "layers.{l}.attention.sinks"),
     *linear(f"{_LAYER}.mlp.router", "layers.{l}.moe.router", bias=True),
     *_experts("proj", "proj"),
     *_experts("proj_bias", "bias"),

@@ -1,7 +1,7 @@
 """Keys of Mixtral and MiniMax's models: w1 is the gate, w3 up, w2 down. Some say `mlp` for
 `block_sparse_moe`."""
 
-from moejax.checkpoint.maps.rules import COMMON, QK_NORM, Rule, Target, fused_experts, linear, routed
+from moejax.checkpoint.maps.rules import COMMON, QK_NORM, Rule, fused_experts, linear, routed, tensor
 
 RULES = (
     *COMMON,
@@ -12,13 +12,13 @@ RULES = (
     *fused_experts("block_sparse_moe"),
 )
 
-_BIAS, _OURS = "e_score_correction_bias", (Target("layers.{l}.moe.router.correction_bias"),)
+_BIAS, _OURS = "e_score_correction_bias", "layers.{l}.moe.router.correction_bias"
 
 MINIMAX_RULES = (
     *RULES,
     *QK_NORM,
-    Rule(f"model.layers.{{l}}.block_sparse_moe.{_BIAS}", _OURS),
-    Rule(f"model.layers.{{l}}.mlp.{_BIAS}", _OURS, canonical=False),
+    tensor(f"model.layers.{{l}}.block_sparse_moe.{_BIAS}", _OURS),
+    tensor(f"model.layers.{{l}}.mlp.{_BIAS}", _OURS, canonical=False),
 )
 
 _ATTENTION, _LINEAR = "model.layers.{l}.self_attn", "layers.{l}.attention"
@@ -30,7 +30,7 @@ LIGHTNING_RULES = (
         for name in ("qkv_proj", "output_gate", "out_proj")
         for rule in linear(f"{_ATTENTION}.{name}", f"{_LINEAR}.{name}")
     ),
-    Rule(f"{_ATTENTION}.norm.weight", (Target(f"{_LINEAR}.norm.scale"),)),
+    tensor(f"{_ATTENTION}.norm.weight", f"{_LINEAR}.norm.scale"),
     # transformers stores the decay, in the weights' dtype, though it follows from the configuration.
     *(
         Rule(f"{_ATTENTION}.{name}", (), canonical=False)

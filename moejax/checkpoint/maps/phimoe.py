@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moejax.checkpoint.maps.mixtral import RULES as MIXTRAL
-from moejax.checkpoint.maps.rules import BACKBONE, Rule, Target
+from moejax.checkpoint.maps.rules import BACKBONE, Target, tensor
 
 _NORM_BIASES = tuple(
     replace(
@@ -14,8 +14,6 @@ _NORM_BIASES = tuple(
     if target.endswith("norm.scale")
 )
 # As transformers 5 names it; published checkpoints have Mixtral's name.
-_ROUTER = Rule(
-    "model.layers.{l}.mlp.router.weight", (Target("layers.{l}.moe.router.kernel", "transpose"),), False
-)
+_ROUTER = tensor("model.layers.{l}.mlp.router.weight", "layers.{l}.moe.router.kernel", "transpose", False)
 
-RULES = (*MIXTRAL, *_NORM_BIASES, _ROUTER, Rule("lm_head.bias", (Target("lm_head.bias"),)))
+RULES = (*MIXTRAL, *_NORM_BIASES, _ROUTER, tensor("lm_head.bias", "lm_head.bias"))

@@ -4,12 +4,11 @@ from moejax.checkpoint.maps.rules import (
     COMMON,
     DENSE_MLP,
     QK_NORM,
-    Rule,
-    Target,
     fused_experts,
     gated_mlp,
     linear,
     routed,
+    tensor,
 )
 
 _SHARED = (
@@ -21,7 +20,5 @@ QWEN2_RULES = (*COMMON, *DENSE_MLP, *routed("mlp"), *fused_experts("mlp"), *_SHA
 QWEN3_RULES = (*COMMON, *QK_NORM, *DENSE_MLP, *routed("mlp"), *fused_experts("mlp"))
 TWO_LEVEL_RULES = (
     *QWEN3_RULES,
-    Rule(
-        "model.layers.{l}.mlp.group_gate.weight", (Target("layers.{l}.moe.router.group_kernel", "transpose"),)
-    ),
+    tensor("model.layers.{l}.mlp.group_gate.weight", "layers.{l}.moe.router.group_kernel", "transpose"),
 )

@@ -98,20 +98,25 @@ def apply_transform(transform: Transform, value: np.ndarray) -> np.ndarray:
     return value.T if transform == "transpose" else value
 
 
+def tensor(key: str, param: str, transform: Transform = "same", canonical: bool = True) -> Rule:
+    """Returns the rule of a tensor that is one parameter."""
+    return Rule(key, (Target(param, transform),), canonical)
+
+
 def linear(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
     """Returns a projection's weight and, for families that can have one, its bias."""
-    rules = (Rule(f"{key}.weight", (Target(f"{param}.kernel", "transpose"),)),)
-    return (*rules, Rule(f"{key}.bias", (Target(f"{param}.bias"),))) if bias else rules
+    weight = tensor(f"{key}.weight", f"{param}.kernel", "transpose")
+    return (weight, tensor(f"{key}.bias", f"{param}.bias")) if bias else (weight,)
 
 
 _LAYER = "model.layers.{l}"
 
 BACKBONE: tuple[Rule, ...] = (
-    Rule("model.embed_tokens.weight", (Target("embedding.table"),)),
-    Rule("model.norm.weight", (Target("norm.scale"),)),
+    tensor("model.embed_tokens.weight", "embedding.table"),
+    tensor("model.norm.weight", "norm.scale"),
     *linear("lm_head", "lm_head"),
-    Rule(f"{_LAYER}.input_layernorm.weight", (Target("layers.{l}.input_norm.scale"),)),
-    Rule(f"{_LAYER}.post_attention_layernorm.weight", (Target("layers.{l}.post_attention_norm.scale"),)),
+    tensor(f"{_LAYER}.input_layernorm.weight", "layers.{l}.input_norm.scale"),
+    tensor(f"{_LAYER}.post_attention_layernorm.weight", "layers.{l}.post_attention_norm.scale"),
     # Old checkpoints store the rotary frequencies, which follow from the configuration.
     Rule(f"{_LAYER}.self_attn.rotary_emb.inv_freq", (), canonical=False),
 )
@@ -125,40 +130,28 @@ COMMON: tuple[Rule, ...] = (
 )
 
 QK_NORM: tuple[Rule, ...] = (
-    Rule(f"{_LAYER}.self_attn.q_norm.weight", (Target("layers.{l}.attention.q_norm.scale"),)),
-    Rule(f"{_LAYER}.self_attn.k_norm.weight", (Target("layers.{l}.attention.k_norm.scale"),)),
+    tensor(f"{_LAYER}.self_attn.q_norm.weight", "layers.{l}.attention.q_norm.scale"),
+    tensor(f"{_LAYER}.self_attn.k_norm.weight", "layers.{l}.attention.k_norm.scale"),
 )
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(key: str, param: str, *, bias: bool = False) -> tuple[Rule, ...]:
     """Returns the three projections of a gated MLP."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return tuple(rule for name in names for rule in linear(f"{key}.{name}", f"{param}.{name}", bias=bias))
+    return tuple(rule for name in _GATED for rule in linear(f"{key}.{name}", f"{param}.{name}", bias=bias))
 
 
 DENSE_MLP = gated_mlp(f"{_LAYER}.mlp", "layers.{l}.mlp")
 
 
-def routed(
-    block: str,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    *,
-    canonical: bool = True,
-) -> tuple[Rule, ...]:
+def routed(block: str, names: tuple[str, str, str] = _GATED, *, canonical: bool = True) -> tuple[Rule, ...]:
     """Returns router and experts under `model.layers.{l}.<block>`, one tensor per expert and projection."""
-    gate, up, down = names
-    experts, prefix = "layers.{l}.moe.experts", f"{_LAYER}.{block}"
-    router = Target("layers.{l}.moe.router.kernel", "transpose")
-    return (
-        Rule(f"{prefix}.gate.weight", (router,), canonical),
-        *(
-            Rule(
-                f"{prefix}.experts.{{e}}.{name}.weight",
-                (Target(f"{experts}.{ours}", "transpose"),),
-                canonical,
-            )
-            for name, ours in ((gate, "gate_proj"), (up, "up_proj"), (down, "down_proj"))
-        ),
+    parts = {f"experts.{{e}}.{name}": f"experts.{ours}" for name, ours in zip(names, _GATED, strict=True)}
+    return tuple(
+        tensor(f"{_LAYER}.{block}.{name}.weight", f"layers.{{l}}.moe.{ours}", "transpose", canonical)
+        for name, ours in {"gate": "router.kernel", **parts}.items()
     )
 
 
@@ -168,9 +161,5 @@ def fused_experts(block: str) -> tuple[Rule, ...]:
     halves = (Target(f"{experts}.gate_proj", "fused_gate"), Target(f"{experts}.up_proj", "fused_up"))
     return (
         Rule(f"{_LAYER}.{block}.experts.gate_up_proj", halves, canonical=False),
-        Rule(
-            f"{_LAYER}.{block}.experts.down_proj",
-            (Target(f"{experts}.down_proj", "fused_down"),),
-            canonical=False,
-        ),
+        tensor(f"{_LAYER}.{block}.experts.down_proj", f"{experts}.down_proj", "fused_down", canonical=False),
     )

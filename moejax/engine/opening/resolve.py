@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.checkpoint.directory import load_config, read_json, resolve_model_dir, stored_quantization
 from moejax.core.config import EngineConfig, ModelConfig, PrefixCacheConfig
-from moejax.core.errors import CheckpointError, ConfigError
+from moejax.core.errors import CheckpointError, ConfigError, refuse
 from moejax.core.files import cache_root
 from moejax.core.moe import ExpertLayout, MoeConfig
 from moejax.core.parallel import ParallelConfig, check_parallel, check_rebalance
@@ -24,6 +24,7 @@ from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
+from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.models.registry import config_from_hf
@@ -268,6 +269,8 @@ def _engine_limits(
     _check_preemption(engine, config)
     _check_speculation(engine, parallel, config)
     _check_deterministic(engine, parallel, config)
+    window = _window(engine, config, longest or positions)
+    check_kv_policy(engine, parallel, config, kernels, window["window"])
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:
@@ -280,7 +283,7 @@ def _engine_limits(
         "microbatches": min(parallel.pp, rows) if microbatches is None else microbatches,
         "replay": replay,
         "prefix_cache": _prefix_cache(engine, parallel, config, kernels),
-        **_window(engine, config, longest or positions),
+        **window,
     }
 
 
@@ -332,9 +335,7 @@ def _prefix_cache(
             cache.place == "host" and jax.process_count() > 1
         ),
     }
-    for reason, holds in refusals.items():
-        if cache.enabled and holds:
-            raise ConfigError(f"engine.prefix_cache.enabled=true does not go with {reason}")
+    refuse("engine.prefix_cache.enabled=true", cache.enabled, refusals)
     return cache
 
 
@@ -345,11 +346,8 @@ def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
         "linear attention, whose states are no blocks": any(config.linear_layers),
         "several processes": jax.process_count() > 1,
     }
-    for reason, holds in refusals.items():
-        if engine.preemption != "recompute" and holds:
-            raise ConfigError(
-                f"engine.preemption={engine.preemption} does not go with {reason}; use recompute"
-            )
+    asked = engine.preemption != "recompute"
+    refuse(f"engine.preemption={engine.preemption}", asked, refusals, "; use recompute")
 
 
 def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
@@ -379,11 +377,8 @@ def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: M
             speculation.method == "draft" and engine.adapters.slots > 0
         ),
     }
-    for reason, holds in refusals.items():
-        if speculation.most and holds:
-            raise ConfigError(
-                f"engine.speculation.method={speculation.method} does not go with {reason}; use none"
-            )
+    asked = speculation.most > 0
+    refuse(f"engine.speculation.method={speculation.method}", asked, refusals, "; use none")
 
 
 def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
@@ -409,11 +404,8 @@ def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config:
         ),
         f"parallel.pp={parallel.pp}, whose stages take all steps in one way": verified and parallel.pp > 1,
     }
-    for reason, holds in refusals.items():
-        if engine.deterministic != "none" and holds:
-            raise ConfigError(
-                f"engine.deterministic={engine.deterministic} does not go with {reason}; use none"
-            )
+    asked = engine.deterministic != "none"
+    refuse(f"engine.deterministic={engine.deterministic}", asked, refusals, "; use none")
 
 
 def _not_tuned(

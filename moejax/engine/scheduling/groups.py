@@ -178,6 +178,7 @@ def scheduler_of(
             WindowAllocator(window[1], config.block_size, window[0]) if window else None,
             SwapSpace(config.preemption, slots, swapped),
             _speculation(config),
+            config.kv_policy,
         )
         for _ in range(groups)
     ]

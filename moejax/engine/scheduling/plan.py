@@ -17,7 +17,8 @@ from moejax.engine.scheduling.sequence import Sequence
 class Chunk:
     """`count` tokens of a sequence from position `start`; `first` of its admission, `last` if they complete
     what it has. A first chunk starts after the tokens that were found computed; the last `found` of these it
-    had neither computed nor found before."""
+    had neither computed nor found before. Queries from `weigh_from` on tell what blocks they attend to, where
+    steps do (`moejax.engine.scheduling.eviction`)."""
 
     sequence: Sequence
     start: int
@@ -25,6 +26,7 @@ class Chunk:
     last: bool
     first: bool = False
     found: int = 0
+    weigh_from: int = 0
 
     @property
     def scored(self) -> int:

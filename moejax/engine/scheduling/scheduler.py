@@ -18,6 +18,8 @@ from typing import Any
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
 from moejax.cache.prefix import NOTHING, Match, PrefixTree
 from moejax.core.errors import RequestError
+from moejax.core.scheduling import KvPolicyConfig
+from moejax.engine.scheduling.eviction import Eviction
 from moejax.engine.scheduling.integrity import check_scheduler
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
@@ -38,6 +40,7 @@ class Scheduler:
         windows: blocks of layers with a sliding window, where these have their own.
         swap: what becomes of what is preempted; computed again by default.
         speculation: drafts for those that decode; none by default.
+        kv_policy: what sequences keep of their blocks; all by default.
 
     Two limits may be lowered between steps, to 1 at least: `most_running`, sequences that run at a time (a
     request of more samples runs alone), and `most_prefill`, prompt tokens of a step that decodes. Nobody is
@@ -53,9 +56,10 @@ class Scheduler:
         windows: WindowAllocator | None = None,
         swap: SwapSpace | None = None,
         speculation: Speculation | None = None,
+        kv_policy: KvPolicyConfig | None = None,
     ) -> None:
-        self.allocator = allocator
-        self.windows = windows
+        self.allocator, self.windows = allocator, windows
+        self.eviction = Eviction(allocator, windows, kv_policy)
         self._chunked: list[Sequence] = []  # by the last plan
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -172,10 +176,8 @@ class Scheduler:
         """Begins a step."""
         self.policy.tick()
         self._ranked = False
-        if self.windows is not None:
-            for sequence in self._chunked:  # before others want blocks
-                # The last one may be computed again, as padding of static batching.
-                self.windows.trim(sequence.window_blocks, sequence.computed - 1)
+        for sequence in self._chunked:  # before others want blocks
+            self.eviction.trim(sequence)
 
     def postprocess(self, plan: StepPlan, tokens: Items[int]) -> list[tuple[int, Sequence]]:
         """Takes in the sampled tokens, one a row of the plan (rows that sample nothing are ignored, and those
@@ -244,6 +246,7 @@ class Scheduler:
         """Gives up, after a failed step, tokens that were not read, and has what runs computed anew."""
         for sequence in [*self.running, *self.waiting()]:
             sequence.pending = 0
+            self.eviction.forget(sequence)
             self.swap.forget(sequence)
         for sequence in list(self.running):
             sequence.computed = 0  # what its blocks hold is not known: nothing of it is remembered
@@ -302,9 +305,8 @@ class Scheduler:
 
     def _decode(self, plan: StepPlan, budget: int) -> int:
         """Adds one token of every sequence that decodes, oldest first; returns what is left of the budget."""
-        index, running = 0, self.running
+        index, running, speculation = 0, self.running, self.speculation
         decodes, positions, append = plan.decodes, plan.positions, self.allocator.append
-        speculation = self.speculation
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
@@ -316,6 +318,8 @@ class Scheduler:
                 position += len(sequence.tentative) + sequence.guessed
             elif speculation and speculation.waits(sequence):
                 continue
+            if self.eviction.policy is not None:
+                self.eviction.decode(sequence, position)
             try:
                 copy = append(sequence.blocks, position)
             except OutOfBlocks:
@@ -326,8 +330,7 @@ class Scheduler:
             if copy is not None:
                 plan.copies.append(copy)
             if self.windows is not None:
-                seen_from = sequence.computed
-                plan.window_copies += self.windows.slide(sequence.window_blocks, seen_from, position + 1)
+                plan.window_copies += self.eviction.slide(sequence, sequence.computed, position + 1)
             if draft is not None:
                 plan.drafts[len(decodes)] = draft
                 sequence.guessed += 1
@@ -365,8 +368,7 @@ class Scheduler:
         found = max(0, sequence.cached - sequence.preempted_at) if first else 0
         chunk = Chunk(sequence, sequence.computed, count, count == todo, first, found)
         sequence.computed += count
-        if self.windows is not None:
-            plan.window_copies += self.windows.slide(sequence.window_blocks, chunk.start, sequence.computed)
+        plan.window_copies += self.eviction.chunk(chunk)
         if self.prefixes is not None and sequence.identity is not None:
             whole = sequence.computed // self.allocator.block_size
             known = sequence.tokens[: whole * self.allocator.block_size]
@@ -402,8 +404,7 @@ class Scheduler:
             parent.forks = []
             for fork in forks:
                 fork.blocks = self.allocator.fork(parent.blocks)
-                if self.windows is not None:
-                    fork.window_blocks = self.windows.fork(parent.window_blocks)
+                self.eviction.fork(parent, fork)
                 fork.computed, fork.pending = parent.computed, parent.pending
                 fork.charged, fork.resumed = True, parent.resumed
                 self._run(fork)
@@ -575,8 +576,7 @@ class Scheduler:
             known = sequence.tokens[: sequence.computed]
             self.prefixes.insert(sequence.identity, known, sequence.blocks, ended=True)
         self.allocator.release(sequence.blocks)
-        if self.windows is not None:
-            self.windows.release(sequence.window_blocks)
+        self.eviction.release(sequence)
         heapq.heappush(self.free_slots, sequence.slot)
         sequence.slot = -1
 

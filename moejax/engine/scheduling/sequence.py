@@ -50,6 +50,7 @@ class Sequence:
         record: whether its steps should record expert counts.
         window_blocks: of layers with a sliding window, where these have their own; `cache.allocator.GONE` for
             those that the window has left behind.
+        kept: what its attention says of its blocks (`moejax.engine.scheduling.eviction`); None: nobody asks.
         slot: row of the per-sequence device state, -1 while it does not run.
         group: data-parallel group that it belongs to.
         biases: what is added to its logits.
@@ -112,6 +113,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     window_blocks: list[int] = field(default_factory=list)
+    kept: Any = None
     slot: int = -1
     group: int = 0
     preemptions: int = 0

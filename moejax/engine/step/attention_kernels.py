@@ -46,7 +46,7 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
     }
 
 
-def unpack(take: Callable[[str], jax.Array], key: StepKey) -> KernelPlan:
+def unpack(take: Callable[[str], jax.Array], key: StepKey, limits: Limits) -> KernelPlan:
     """Returns the plan's arrays, inside a trace."""
     table = take("table")
     table = table[take("tile_row")] if key.tiled else table

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.cache.allocator import GONE
+from moejax.engine.scheduling.eviction import FOREVER
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.step.limits import Limits, StepKey
 from moejax.engine.step.tables import BlockTables
@@ -23,6 +25,7 @@ BLANK = {"owner": -1}
 _DECODE = ("position", "owner", "logical", "write_row", "write_block", "write_offset", "write_ends")
 _TILES = ("tile_start", "tile_row", "tile_position", "tile_count")
 _RUNS = ("run_start", "run_block", "run_offset", "run_count")
+_WEIGHED = ("last_query", "weigh_from")
 _CHUNK = (*_TILES, "num_tiles", "table", *_RUNS, "run_ends")
 
 
@@ -39,6 +42,8 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
         fields |= {"run_ends": (Z,), "num_tiles": (2,), "table": (S, limits.table_width)}
+        if limits.kv_policy.weighs:
+            fields |= {"last_query": (S, limits.table_width), "weigh_from": (S,)}
     return fields
 
 
@@ -52,12 +57,12 @@ def max_runs(rows: int, tokens: int, block_size: int) -> int:
     return min(tokens, tokens // block_size + 2 * min(rows, tokens))
 
 
-def unpack(take: Callable[[str], jax.Array], key: StepKey) -> AttentionPlan:
+def unpack(take: Callable[[str], jax.Array], key: StepKey, limits: Limits) -> AttentionPlan:
     """Returns the plan's arrays, inside a trace."""
     if key.tiled:
         return _tile(take, key.rows)
-    decode = DecodePlan(*(take(name) for name in _DECODE))
-    return AttentionPlan(decode, ChunkPlan(*(take(name) for name in _CHUNK)) if key.tokens else None)
+    decode, of_chunks = DecodePlan(*map(take, _DECODE)), _CHUNK + _WEIGHED * limits.kv_policy.weighs
+    return AttentionPlan(decode, ChunkPlan(*map(take, of_chunks)) if key.tokens else None)
 
 
 def _tile(take: Callable[[str], jax.Array], S: int) -> AttentionPlan:
@@ -87,7 +92,7 @@ def _decodes(
     views: dict[str, np.ndarray], plan: StepPlan, size: int, tables: BlockTables, owners: int
 ) -> None:
     """Fills in where each row writes, and who owns each block that is read."""
-    D, block_ids, counts = len(plan.decodes), tables.ids, tables.counts
+    D, block_ids, counts = len(plan.decodes), tables.flat, tables.counts
     positions = np.asarray(plan.positions)
     starts = np.fromiter(accumulate(counts, initial=0), np.int64, D + 1)
     W = D - plan.idle  # rows that have ended are computed as padding and store nothing
@@ -103,7 +108,11 @@ def _decodes(
     row_of = np.repeat(np.arange(D), counts)
     owner, logical = views["owner"], views["logical"]
     owner[...] = -1
-    logical[block_ids] = np.arange(len(block_ids)) - first_of[row_of]
+    places = np.arange(len(block_ids)) - first_of[row_of]
+    if tables.ids is not block_ids:
+        there = block_ids != GONE
+        block_ids, row_of, places = block_ids[there], row_of[there], places[there]
+    logical[block_ids] = places
     if owners == 1:
         owner[block_ids, 0] = row_of
         return
@@ -145,7 +154,13 @@ def _chunks(
         sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         blocks = tables.of(sequence)
         table[row, : len(blocks)] = np.maximum(blocks, 0)  # of what a window has left behind, any
-        if latent and has_plain_chunks(tokens, latent) and takes_plain_form(latent, chunk.count, end):
+        if limits.kv_policy.weighs:
+            kept = [FOREVER] if sequence.kept is None else sequence.kept.last_query
+            views["last_query"][row] = FOREVER
+            views["last_query"][row, : len(kept)] = kept
+            views["weigh_from"][row] = end if sequence.kept is None else chunk.weigh_from
+        whole = latent and limits.kv_policy.method == "none" and has_plain_chunks(tokens, latent)
+        if latent and whole and takes_plain_form(latent, chunk.count, end):
             plain.append((start, row, first, chunk.count))
         else:
             parts = range(0, chunk.count, tile)

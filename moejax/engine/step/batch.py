@@ -101,7 +101,8 @@ def metadata_of(limits: Limits) -> ModuleType:
 def layout(key: StepKey, limits: Limits) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Returns (offset, shape) in the buffer by field, and the buffer's length."""
     S, T = key.rows, key.tokens
-    limits = limits._replace(table_width=min(limits.table_width, key.blocks))
+    if limits.kv_policy.method == "none":  # else tables have entries for what is gone
+        limits = limits._replace(table_width=min(limits.table_width, key.blocks))
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("slot", "token", "position", "logit", "step", "sample"), (S,)
     )
@@ -160,10 +161,10 @@ def unpack(buffer: jax.Array, key: StepKey, limits: Limits) -> Batch:
         replay = Replay(take("replay_ids"), weights)
     # A field that this step has no use for is in no place of the buffer.
     arrays: dict[str, Any] = {name: take(name) if name in fields else None for name in Batch._fields}
-    attention, window = metadata_of(limits).unpack(take, key), None
+    attention, window = metadata_of(limits).unpack(take, key, limits), None
     if limits.window is not None:
-        own, _ = limits.of_window(key)
-        window = metadata_of(limits).unpack(lambda name: take(_window_name(name, fields)), own)
+        own = limits.of_window(key)
+        window = metadata_of(limits).unpack(lambda name: take(_window_name(name, fields)), *own)
     parts = {"attention": attention, "window": window, "sampling": sampling, "replay": replay}
     return Batch(**arrays | parts)
 
@@ -233,7 +234,8 @@ class BatchBuilder:
 
     def _tables(self, plan: StepPlan) -> list[BlockTables]:
         """Returns the tables of all tokens, and those of the window where there are any."""
-        tables, window = [BlockTables(plan, self.buckets.segments)], self.limits.window
+        evicts, window = self.limits.kv_policy.method != "none", self.limits.window
+        tables = [BlockTables(plan, self.buckets.segments, evicts=evicts)]
         if window is not None:
             assert self.windows is not None
             tables.append(BlockTables(plan, self.windows, window, self.limits.block_size))

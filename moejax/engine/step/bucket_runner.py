@@ -153,6 +153,7 @@ class BucketRunner(ABC):
             tile=tile,
             verified=config.deterministic == "verified",
             mask_words=-(-model.vocab_size // 32),
+            kv_policy=config.kv_policy,
         )
         self.builder = BatchBuilder(self.buckets, self.limits, replay)
         remembered = (cache.num_blocks if config.prefix_cache.enabled else 0), cache.block_size, self.groups
@@ -190,7 +191,9 @@ class BucketRunner(ABC):
             firsts = [len(part.decodes) * key.tiled for part in parts]  # before a tile's chunk tokens
             told = jax.tree.map(lambda x: of_groups(x, batch.chunk_tokens, firsts), output.prompt_logprobs)
             prompt = read_logprobs(told, batch.prompt_logprobs)
-        return StepResult(sampled.tokens.tolist(), logprobs, prompt, self.groups * (key.rows + key.tokens))
+        mass = None if output.mass is None else np.asarray(output.mass)[: batch.rows[0]]
+        padded = self.groups * (key.rows + key.tokens)
+        return StepResult(sampled.tokens.tolist(), logprobs, prompt, padded, mass)
 
     def _merged(self, parts: Iterable[tuple[Part, StepResult]], rows: int, chunk_tokens: int) -> StepResult:
         """Returns the result of a step of so many rows and chunk tokens from those of its parts."""

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from moejax.core.config import LatentConfig, SpeculationConfig
+from moejax.core.scheduling import KvPolicyConfig
 from moejax.engine.step.sampler import SamplerMode
 
 
@@ -80,6 +81,7 @@ class Limits(NamedTuple):
         drafter: how drafts are made on the device; None: they are not.
         tile: tokens of a tile, where steps are computed in these (`engine.deterministic`); 0: they are not.
         mask_words: 32-bit words of a row's mask, a bit for each token of the vocabulary.
+        kv_policy: what sequences keep of their blocks.
         verified: only what verified sequences get is computed in tiles.
     """
 
@@ -102,6 +104,7 @@ class Limits(NamedTuple):
     tile: int = 0
     verified: bool = False
     mask_words: int = 0
+    kv_policy: KvPolicyConfig = KvPolicyConfig()
 
     @property
     def places(self) -> int:
@@ -117,4 +120,5 @@ class Limits(NamedTuple):
         assert self.window is not None
         segments = min(self.segment_ends.index(key.blocks) + 1, len(self.window_ends))
         limits = self._replace(segment_ends=self.window_ends, context=min(self.context, self.window))
+        limits = limits._replace(kv_policy=KvPolicyConfig())
         return key._replace(blocks=self.window_ends[segments - 1]), limits

@@ -17,6 +17,7 @@ from moejax.engine.step.sampler import Sampled, add_biases, sample
 from moejax.models.decoder import Decoder
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
+from moejax.ops.paged_attention import Evicted
 from moejax.routing.capture import id_dtype
 from moejax.sharding.pipeline import stage_config
 from moejax.sharding.spmd import SingleDevice
@@ -50,6 +51,8 @@ class PagedOutput(NamedTuple):
         captured: of the S + T tokens, where routing is captured; None also of a stage without experts.
         x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
         decoded: int32 `[S]`, what the rows decoded, where the host does not know their drafts yet.
+        mass: float32 `[S, blocks]`, the attention that each row's queries gave the blocks of its sequence,
+            where a policy goes by it; mean over heads, and over layers that have all of them.
     """
 
     sampled: Sampled | None
@@ -59,6 +62,7 @@ class PagedOutput(NamedTuple):
     captured: "Captured | None" = None
     x: jax.Array | None = None
     decoded: jax.Array | None = None
+    mass: jax.Array | None = None
 
 
 class Captured(NamedTuple):
@@ -114,7 +118,9 @@ class PagedFunctions(ModelFunctions):
         slots, plans = (batch.slot, batch.seen_as), (batch.attention, batch.window)
         kinds, L = self.config.cache_kinds(limits.window)[: len(model.stage)], len(model.stage)
         pages = tuple(segment[:L] for segment in state.pages)
-        cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels)
+        policy = limits.kv_policy
+        evicted = Evicted(policy.span, limits.table_width if policy.weighs else 0)
+        cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels, evicted)
         x, cache, traces = run_layers(model, x[:, None], batch, cache, None if key.draft else batch.replay)
         pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))
         state = state._replace(pages=pages, states=cache.states + state.states[L:])
@@ -134,7 +140,10 @@ class PagedFunctions(ModelFunctions):
         state, *told = finish(model, x, batch, token, state, key)
         sampled, prompt = place.gather_groups(told)
         decoded = place.gather_groups(token) if limits.drafter and not key.tokens else None
-        return state, PagedOutput(sampled, counts, overflow, prompt, captured, decoded=decoded)
+        mass = None
+        if cache.mass is not None:
+            mass = cache.mass / (self.config.num_heads * kinds.count("blocks"))
+        return state, PagedOutput(sampled, counts, overflow, prompt, captured, decoded=decoded, mass=mass)
 
 
 @jax.named_scope("inputs")

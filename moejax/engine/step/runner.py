@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from moejax.engine.requests.api import Logprob
 from moejax.engine.scheduling.plan import Plan
 
@@ -15,12 +17,15 @@ class StepResult(NamedTuple):
         prompt_logprobs: for every token of the plan's chunks in order, of the prompt token that follows it,
             None where that is not asked for; None if it is nowhere.
         padded_tokens: tokens that were computed, padding included.
+        mass: float `[rows, blocks]`, the attention that a row's queries gave each block of its sequence,
+            where a policy goes by it (`moejax.engine.scheduling.eviction`).
     """
 
     tokens: list[int]
     logprobs: list[Logprob | None] | None = None
     prompt_logprobs: list[Logprob | None] | None = None
     padded_tokens: int = 0
+    mass: np.ndarray | None = None
 
 
 class Runner(Protocol):

@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 
-from moejax.cache.allocator import first_seen
+from moejax.cache.allocator import GONE, first_seen
 from moejax.cache.segments import SegmentLayout
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.sequence import Sequence
@@ -15,13 +15,19 @@ class BlockTables:
 
     Attributes:
         segments: where the blocks lie.
-        ids: int64, the blocks that the decoding rows read, one row's after another's.
-        counts: how many each row reads.
+        flat: int64, the decoding rows' tables, one after another, as far as they may be read.
+        ids: int64, the blocks that they read: those of `flat` that are not gone.
+        counts: the entries of `flat` of each row.
         firsts: int64, the place in its table of each row's first one.
     """
 
     def __init__(
-        self, plan: StepPlan, segments: SegmentLayout, window: int | None = None, block_size: int = 1
+        self,
+        plan: StepPlan,
+        segments: SegmentLayout,
+        window: int | None = None,
+        block_size: int = 1,
+        evicts: bool = False,
     ) -> None:
         self.segments = segments
         self._window = window
@@ -32,7 +38,9 @@ class BlockTables:
             firsts = [first_seen(position, window, block_size) for position in plan.positions]
             tables = [s.window_blocks[first:] for s, first in zip(rows, firsts, strict=True)]
         self.counts = [len(table) for table in tables]
-        self.ids = np.fromiter(chain.from_iterable(tables), np.int64, sum(self.counts))
+        self.flat = self.ids = np.fromiter(chain.from_iterable(tables), np.int64, sum(self.counts))
+        if evicts:
+            self.ids = self.flat[self.flat != GONE]
         self.firsts = np.array(firsts, np.int64)
         self._chunked = [max(self.of(chunk.sequence)) for chunk in plan.chunks]
 

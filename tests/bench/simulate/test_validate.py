@@ -141,11 +141,11 @@ def test_efficiencies_are_medians_of_the_tables() -> None:
         "gemm": (products, [(m,) for m in (1, 16, 64, 512, 4096)]),
         "experts": (kernels._experts(2048, 768, 128), [(rows,) for rows in (0.1, 1, 4, 32, 256)]),
         "decode": (
-            kernels._decodes(32, 4, 128, 2),
+            kernels._heads("decode", 32, 4, 128, 2),
             [(4 * b, n) for b in (1, 16, 64, 256) for n in (512, 2048, 8192)],
         ),
         "prefill": (
-            kernels._prefills(32, 4, 128, 2),
+            kernels._heads("prefill", 32, 4, 128, 2),
             [(4 * b, n) for b in (1, 4) for n in (512, 2048, 8192)],
         ),
     }
