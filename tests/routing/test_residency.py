@@ -305,6 +305,11 @@ def test_a2cr_score() -> None:
     ratio = np.log(2) / np.log(3)
     assert score[0] == pytest.approx(0.4 * 0.5 + 0.3 * ratio + 0.3 * np.exp(-0.05 * 4))
     assert score[1] == pytest.approx(0.4 + 0.3 + 0.3 * np.exp(-0.05 * 3))
+    fading = _A2cr(visits, np.array([0]), np.array([3]), ReplayOptions(A2crConfig(mass_decay=0.5)))
+    for step in range(2):
+        fading.step(step, np.ones((1, 3), bool))
+        fading.use(step, 0, slice(0, 3), visits.needed[:, step, 0])
+    assert fading.mass[0].tolist() == [0.25, 0.75, 0]
 
 
 @pytest.mark.parametrize("wrong", [{"pressures": [0.5]}, {"pressures": [0.7, 0.9, 0.0]}])
