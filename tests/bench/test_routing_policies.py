@@ -57,7 +57,7 @@ def engine(config: ModelConfig, preset: PolicyPreset | None) -> LLM:
 @pytest.mark.parametrize(
     ("family", "name"),
     slow_but(
-        [("gqa", "batch"), ("latents", "bias"), ("windows_with_sinks", "drop")],
+        [("gqa", "batch")],
         [(family, name) for family in FAMILIES for name in PRESETS],
     ),
 )
@@ -82,6 +82,7 @@ def section(out: Path, **options: Any) -> RoutingPoliciesSection:
     return RoutingPoliciesSection(**fields | options)
 
 
+@pytest.mark.slow
 def test_the_experiment(tmp_path: Path) -> None:
     made = section(tmp_path, policies=["ratio", "batch", "drop"])
     config = {"routing_policies": dataclasses.asdict(made)}
