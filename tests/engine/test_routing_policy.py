@@ -115,7 +115,12 @@ def test_the_bias_follows_the_steps_loads(overlap: bool) -> None:
         llm.warmup(max_total_len=24, sampling_params=[GREEDY, dataclasses.replace(GREEDY, prompt_logprobs=0)])
         routing = llm.routing
         step = routing.listener
-        routing.listener = lambda counts: (counted.append(counts.copy()), step(counts))  # type: ignore[func-returns-value]
+
+        def listen(counts: np.ndarray) -> None:
+            counted.append(counts.copy())
+            step(counts)
+
+        routing.listener = listen
         llm.generate(PROMPTS, GREEDY)
         routers = [layer.moe.router for layer in llm.model.in_order() if layer.moe is not None]
         expected = np.zeros((2, WIDE.num_experts), np.float32)

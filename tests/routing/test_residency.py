@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 
 from moejax.core.errors import ConfigError
 from moejax.routing.generate import generate
+from moejax.routing.prefetch import predict, stall
 from moejax.routing.residency import (
     POLICIES,
     A2crConfig,
     ReplayOptions,
     Visits,
-    predict,
     recorded_visits,
     replay,
     single_visits,
-    stall,
 )
 from tests.routing.traces import trace_of
 

@@ -19,7 +19,8 @@ from moejax.results.result import Result
 from moejax.results.statistics import interval_fields
 from moejax.routing import residency
 from moejax.routing.capture import CAPTURE_FILE, RoutingCapture
-from moejax.routing.residency import PREDICTORS, Visits, predict, replay, stall
+from moejax.routing.prefetch import PREDICTORS, predict, stall
+from moejax.routing.residency import Visits, replay
 from moejax.routing.source import open_trace
 
 
