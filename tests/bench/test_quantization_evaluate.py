@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moejax.bench.common.held_out import Windows, read_windows
 from moejax.bench.quantization.config import QuantizationSection, SpeedSection
 from moejax.bench.quantization.evaluate import Evaluator, expert_outputs, routing_changes
 from moejax.bench.quantization.sizes import model_sizes
-from moejax.bench.quantization.text import Windows, read_windows
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
 from moejax.moe.router import Replay

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, SamplingParams
+from moejax.bench.common.held_out import Windows
 from moejax.bench.quantization.evaluate import Evaluator
-from moejax.bench.quantization.text import Windows
 from moejax.bench.routing_policies.config import PolicyPreset, PolicySpeed, RoutingPoliciesSection
 from moejax.bench.routing_policies.run import mark_pareto, run_policies
 from moejax.core.config import ModelConfig

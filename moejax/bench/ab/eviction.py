@@ -16,8 +16,7 @@ from moejax.bench.ab.determinism import largest_batch
 from moejax.bench.ab.measure import BatchLoad, Load
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import engine_of
-from moejax.bench.quantization.config import HeldOutText
-from moejax.bench.quantization.text import read_windows
+from moejax.bench.common.held_out import HeldOutText, read_windows
 from moejax.cache.pool import block_bytes
 from moejax.engine.grammar import Constraint
 from moejax.engine.llm import LLM

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from moejax.bench.quantization.config import HeldOutText
+from moejax.bench.common.held_out import HeldOutText
 from moejax.core.checked import Among, NonNegativeNumber, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError
 from moejax.routing.residency import POLICIES, A2crConfig, ReplayOptions

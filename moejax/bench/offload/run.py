@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from moejax.bench.common.held_out import read_windows
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.offload.config import OffloadSection
 from moejax.bench.quantization.metrics import WindowBootstrap
-from moejax.bench.quantization.text import read_windows
 from moejax.bench.routing.rows import expert_bytes
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from moejax.core.checked import Checked, NonNegativeInt, OpenShare, PositiveInt, at_least
+from moejax.bench.common.held_out import HeldOutText
+from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, at_least
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.quant import CalibrationConfig, QuantConfig
 from moejax.routing.source import check_trace
@@ -23,31 +24,6 @@ class SpeedSection(Checked, section="quantization.speed"):
     prompt_len: PositiveInt = 16
     output_len: Annotated[int, at_least(2, "the first token is no decode step")] = 16
     iterations: NonNegativeInt = 5
-
-
-@dataclass(frozen=True)
-class HeldOutText(Checked):
-    """The text that models are compared on.
-
-    Attributes:
-        text: the held-out text, a UTF-8 file; "auto" is `held_out.txt` in the model's folder.
-        seq_len: tokens predicted in each window.
-        max_windows: windows drawn from the text, without repeats; None takes all of them, in which case every
-            token but the first is predicted once.
-        resamples: bootstrap resamples of the windows.
-        confidence: of every interval.
-    """
-
-    text: str = "auto"
-    seq_len: PositiveInt = 256
-    max_windows: Annotated[int, at_least(2)] | None = None
-    resamples: Annotated[int, at_least(100)] = 2000
-    confidence: OpenShare = 0.95
-
-    @property
-    def prefix(self) -> str:
-        """What the names of its fields begin with on the command line."""
-        return self._section
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moejax.bench.common.held_out import Windows
 from moejax.bench.quantization.metrics import Evaluation
-from moejax.bench.quantization.text import Windows
 from moejax.cache.rounded import RoundedLayer
 from moejax.engine.routing.load_bias import moved
 from moejax.models.decoder import Decoder, DecoderLayer, told_of

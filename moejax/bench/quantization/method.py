@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.bench.common.held_out import Windows
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors
 from moejax.bench.quantization.rows import FULL, detail, loss_fields, routing_fields, split_fields
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
-from moejax.bench.quantization.text import Windows
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
 from moejax.perf.sizes import kv_vector_bytes

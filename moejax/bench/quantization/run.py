@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.bench.common.held_out import read_windows
 from moejax.bench.common.telemetry import open_telemetry
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.quantization.config import QuantizationSection
@@ -29,7 +30,6 @@ from moejax.bench.quantization.method import (
 from moejax.bench.quantization.metrics import WindowBootstrap
 from moejax.bench.quantization.rows import FULL, against_rtn, compare_methods, mark_pareto
 from moejax.bench.quantization.speed import SpeedMeter
-from moejax.bench.quantization.text import read_windows
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.files import atomic_write_text, dump_json, ensure_writable, to_jsonable
 from moejax.core.quant import QuantConfig

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.bench.common.held_out import Windows
 from moejax.bench.common.roofline import percent_of_roof
 from moejax.bench.common.step_cost import EngineSteps
 from moejax.bench.quantization.config import SpeedSection
-from moejax.bench.quantization.text import Windows
 from moejax.bench.workload import LatencyCase
 from moejax.core.hardware import Hardware
 from moejax.engine.llm import LLM

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-from moejax.bench.quantization.config import HeldOutText, SpeedSection
+from moejax.bench.common.held_out import HeldOutText
+from moejax.bench.quantization.config import SpeedSection
 from moejax.core.checked import PositiveNumber
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.moe import MoeConfig, OverflowPolicy, RoutingPolicy

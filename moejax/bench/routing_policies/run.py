@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from moejax.bench.common.held_out import read_windows
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import Evaluation, WindowBootstrap
 from moejax.bench.quantization.rows import loss_fields, routing_fields, split_fields
 from moejax.bench.quantization.speed import SpeedMeter
-from moejax.bench.quantization.text import read_windows
 from moejax.bench.routing_policies.config import PolicyPreset, RoutingPoliciesSection
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM

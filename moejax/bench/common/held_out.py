@@ -3,12 +3,40 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from moejax.bench.quantization.config import HeldOutText
+from moejax.core.checked import Checked, OpenShare, PositiveInt, at_least
 from moejax.core.errors import ConfigError, os_errors
-from moejax.engine.requests.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moejax.engine.requests.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class HeldOutText(Checked):
+    """The text that models are compared on.
+
+    Attributes:
+        text: the held-out text, a UTF-8 file; "auto" is `held_out.txt` in the model's folder.
+        seq_len: tokens predicted in each window.
+        max_windows: windows drawn from the text, without repeats; None takes all of them, in which case every
+            token but the first is predicted once.
+        resamples: bootstrap resamples of the windows.
+        confidence: of every interval.
+    """
+
+    text: str = "auto"
+    seq_len: PositiveInt = 256
+    max_windows: Annotated[int, at_least(2)] | None = None
+    resamples: Annotated[int, at_least(100)] = 2000
+    confidence: OpenShare = 0.95
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its fields begin with on the command line."""
+        return self._section
 
 
 @dataclass(frozen=True)
@@ -39,7 +67,7 @@ class Windows:
 
 
 def read_windows(
-    section: HeldOutText, model_dir: Path | None, tokenizer: Tokenizer | None, max_model_len: int, seed: int
+    section: HeldOutText, model_dir: Path | None, tokenizer: "Tokenizer | None", max_model_len: int, seed: int
 ) -> Windows:
     """Cuts a text into windows. They follow one another, so that every token of the text but the first is
     predicted at most once; the first ones of a window see little context.
