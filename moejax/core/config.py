@@ -32,6 +32,7 @@ from moejax.core.scheduling import (
     SchedulingConfig,
     SpeculationConfig,
 )
+from moejax.core.tiers import ExpertsConfig, TiersConfig
 
 QkNorm = Literal["none", "head", "projection", "rotated"]
 NormKind = Literal["rms", "rms_unit_offset", "layer"]
@@ -390,6 +391,7 @@ class EngineConfig(Checked, section="engine"):
         adapters: see `AdaptersConfig`.
         adaptive_batching: limits below these two that follow the steps' time, see `AdaptiveBatchingConfig`.
         speculation: see `SpeculationConfig`.
+        experts, tiers: see `ExpertsConfig` and `TiersConfig`.
         preemption: what becomes of a sequence that loses its place: all of it is computed again
             ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
         swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
@@ -449,6 +451,8 @@ class EngineConfig(Checked, section="engine"):
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     adaptive_batching: AdaptiveBatchingConfig = field(default_factory=AdaptiveBatchingConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     preemption: Preemption = "recompute"
     swap_memory_gb: PositiveNumber = 1.0
     block_size: PositiveInt = 32
@@ -502,10 +506,22 @@ class EngineConfig(Checked, section="engine"):
                 "counts one row a sequence; use engine.speculation.method=none"
             )
 
+        if self.experts.resident is not None and self.tiers.device_gb is not None:
+            raise ConfigError(
+                "engine.experts.resident and engine.tiers.device_gb both say how many experts have a slot; "
+                "leave one of them null"
+            )
+
     @property
     def most_ahead(self) -> int:
         """Counts the most tokens that are computed of a sequence before they are known to be its."""
         return self.verify_every - 1 if self.deterministic == "verified" else self.speculation.most
+
+    @property
+    def experts_in_tiers(self) -> bool:
+        """Tells whether not all experts are to have a slot on the device."""
+        share = self.experts.resident
+        return self.tiers.device_gb is not None or (share is not None and share < 1)
 
     @property
     def max_rows(self) -> int:

@@ -97,6 +97,7 @@ class Engine:
         self.agree: Callable[[int], int] = lambda value: value
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
+        self.tiers: Any = None  # experts in tiers, which count what they move
         self.times: StepTimes | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
@@ -232,6 +233,7 @@ class Engine:
             **swap_stats(scheduler.swaps),
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
             **(self.adaptive.stats() if self.adaptive else {}),
+            **(self.tiers.stats() if self.tiers else {}),
         }
 
     def adapt(self, adaptive: AdaptiveBatching) -> None:
@@ -254,6 +256,8 @@ class Engine:
             prefixes.counts.clear()
         for swap in self.scheduler.swaps:
             swap.counts.clear()
+        if self.tiers is not None:
+            self.tiers.reset_stats()
 
     def clear_drafts(self) -> None:
         """Has all data-parallel groups forget the sequences that have ended."""

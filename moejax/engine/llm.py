@@ -171,13 +171,9 @@ class LLM:
         """The decoder.
 
         Raises:
-            ConfigError: it is in pipeline stages, see `stages`.
+            ConfigError: it is in pipeline stages, see `stages`, or its experts are in tiers.
         """
-        if len(self.stages) > 1:
-            raise ConfigError(
-                f"parallel.pp={len(self.stages)}: there is no whole model; LLM.stages has its parts"
-            )
-        return self.stages[0]
+        return self._weights.whole()
 
     def variant(self, engine: EngineConfig) -> "LLM":
         """Returns the same weights and tokenizer behind an engine of its own.

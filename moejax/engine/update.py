@@ -24,6 +24,8 @@ def update_weights(
     All is checked before anything changes. Then one parameter follows another, so that one is there twice at
     a time; where a device has no room for that, those before it are new.
     """
+    if weights.tiers is not None:
+        raise ConfigError("update_weights: engine.experts.resident keeps experts where they are read from")
     params = {name: param for stage in weights.stages for name, param in iter_params(stage)}
     laid_out: dict[str, ParamSpec] = {}
     if isinstance(values, Decoder):

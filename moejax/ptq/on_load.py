@@ -17,7 +17,7 @@ from moejax.nn.param import specs
 from moejax.nn.quantized import QuantizedWeight, replace_weights, weight_size
 from moejax.ptq.methods import Rounded, errors, weight_report
 from moejax.ptq.report import QuantReport, StageReport, WeightReport
-from moejax.quantization.formats import QTensor
+from moejax.quantization.formats import PARTS, QTensor
 from moejax.quantization.rtn import round_to_nearest
 from moejax.quantization.rules import Chosen
 from moejax.sharding.rules import shardings
@@ -80,8 +80,17 @@ class QuantizeOnLoad:
         rounded = Rounded(tensor, error, None, None, None, seconds)
         self._weights.append(weight_report(name, choice, rounded, value.nbytes)[0])
 
-    def put(self, models: Sequence[nnx.Module]) -> None:
-        """Puts the weights quantized so far into their places in these models."""
+    def take_out(self, name: str) -> list[tuple[str, jax.Array]]:
+        """Returns the arrays of a quantized weight, by their names, which `put` is not to place."""
+        tensor = self._tensors.pop(name)
+        return [(part, array) for part in PARTS if (array := getattr(tensor, part)) is not None]
+
+    def put(self, models: Sequence[nnx.Module], *, elsewhere: bool = False) -> None:
+        """Puts the weights quantized so far into their places in these models; with `elsewhere` those taken
+        out get places without values."""
+        for model in models if elsewhere else ():
+            gone = {path: chosen.format for path, chosen in self._plan.items() if path not in self._tensors}
+            replace_weights(model, gone)
         place_tensors(models, self._tensors)
 
     def report(self) -> StageReport:

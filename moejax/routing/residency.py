@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.core.checked import Checked, NonNegativeNumber, PositiveInt, PositiveNumber, Share
 from moejax.core.errors import ConfigError
+from moejax.core.tiers import A2crConfig
 from moejax.routing.capture import Floats, Ints, RoutingCapture
 from moejax.routing.locality import by_sequence
 
@@ -82,45 +82,6 @@ def _visits(capture: RoutingCapture, rows: Ints, trace: Ints, step: Ints) -> Vis
 
 
 @dataclass(frozen=True)
-class A2crConfig(Checked, section="offload.a2cr"):
-    """A²CR: score = attention · share of router mass + frequency · ln(1 + count) + recency · e^(−decay · Δt).
-
-    Mass and ln(1 + count) are over their largest of all experts so far, Δt is in steps since the last use.
-
-    Attributes:
-        attention, frequency, recency: weights of the three.
-        decay, threshold: of the plain policy, which at a cleanup evicts what scores below `threshold`.
-        pressures, thresholds, decays: levels of the adaptive one, by falling pressure (slots taken over
-            capacity): each holds above its pressure, the last one in any case.
-        mass_decay: share of the mass that a step takes off; 0: all mass so far counts.
-        hysteresis: a level is left downwards only so far below its pressure.
-        cleanup_steps, cleanup_seconds: a cleanup follows every so many steps, or seconds of compute.
-    """
-
-    attention: NonNegativeNumber = 0.4
-    frequency: NonNegativeNumber = 0.3
-    recency: NonNegativeNumber = 0.3
-    decay: NonNegativeNumber = 0.05
-    threshold: NonNegativeNumber = 0.2
-    pressures: list[float] = field(default_factory=lambda: [0.9, 0.7, 0.0])
-    thresholds: list[float] = field(default_factory=lambda: [0.4, 0.3, 0.2])
-    decays: list[float] = field(default_factory=lambda: [0.1, 0.05, 0.02])
-    mass_decay: Share = 0.0
-    hysteresis: Share = 0.05
-    cleanup_steps: PositiveInt = 32
-    cleanup_seconds: PositiveNumber = 60.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        same = len(self.pressures) == len(self.thresholds) == len(self.decays) > 0
-        if not same or sorted(set(self.pressures), reverse=True) != list(self.pressures):
-            raise ConfigError(
-                "offload.a2cr: pressures must fall, and thresholds and decays be as many, got"
-                f" {self.pressures}, {self.thresholds}, {self.decays}"
-            )
-
-
-@dataclass(frozen=True)
 class ReplayOptions:
     """What some policies need to know: A²CR's numbers, and the seconds of compute of a layer."""
 
@@ -146,8 +107,8 @@ class _Scores:
     def step(self, step: int, resident: Bools) -> None:
         """A step begins; may evict."""
 
-    def use(self, step: int, layer: int, part: slice, needed: Bools) -> None:
-        """Experts `needed` `[B, E]` of a layer are used; `part` are the layer's."""
+    def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
+        """Experts `needed` `[B, E]` of a layer, its `part`, are used with so much router weight."""
         self.score[:, part][needed] = step * self.L + layer
 
     def keys(self, rows: Ints, step: int, layer: int, resident: Bools) -> Floats:
@@ -162,7 +123,7 @@ class _Lru(_Scores):
 class _Lfu(_Scores):
     """Least frequently used; counts outlive eviction ("perfect" LFU), ties go by recency."""
 
-    def use(self, step: int, layer: int, part: slice, needed: Bools) -> None:
+    def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
         own = self.score[:, part]
         own[needed] = np.floor(own[needed]) + 1 + (step * self.L + layer) / (self.S * self.L)
 
@@ -198,7 +159,7 @@ class _Static(_Scores):
         super().__init__(*given)
         self.score = leave_one_out(self.visits.needed.sum(1)).reshape(-1, self.L * self.E)[self.replays]
 
-    def use(self, step: int, layer: int, part: slice, needed: Bools) -> None:
+    def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
         pass
 
 
@@ -213,7 +174,7 @@ class _Belady(_Scores):
         later[:, :-1] = np.minimum.accumulate(at[:, ::-1], axis=1)[:, ::-1][:, 1:]
         self._next = -later
 
-    def use(self, step: int, layer: int, part: slice, needed: Bools) -> None:
+    def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
         self.score[:, part] = np.where(needed, self._next[self.replays, step, layer], self.score[:, part])
 
 
@@ -244,10 +205,10 @@ class _A2cr(_Scores):
             scores = self.keys(np.arange(len(resident)), step, 0, resident)
             resident &= scores >= self.thresholds[self.level][:, None]
 
-    def use(self, step: int, layer: int, part: slice, needed: Bools) -> None:
+    def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
         self.last[:, part][needed] = step
         self.count[:, part] += needed
-        self.mass[:, part] += self.visits.mass[self.replays, step, layer]
+        self.mass[:, part] += mass
 
     def keys(self, rows: Ints, step: int, layer: int, resident: Bools) -> Floats:
         config, terms = self.options.a2cr, (self.mass[rows], np.log1p(self.count[rows]))
@@ -362,6 +323,9 @@ _SCORED: Mapping[str, type[_Scores]] = {
     "belady": _Belady,
 }
 _QUEUED: Mapping[str, Callable[[int], _Arc | _S3Fifo]] = {"arc": _Arc, "s3_fifo": _S3Fifo}
+_ENDLESS = 1 << 28
+"""Steps that a residency may count."""
+_NONE = np.empty(0, np.intp)
 POLICIES = ("lru", "lfu", "layer_lru", "arc", "s3_fifo", "least_stale", "static", "a2cr", "a2cr_adaptive",
             "belady")  # fmt: skip
 
@@ -400,24 +364,84 @@ def replay(
     for step in range(S):
         state.step(step, resident)
         for layer in range(L):
-            part = slice(layer * E, (layer + 1) * E)
-            needed = visits.needed[replays, step, layer]
-            flat[:, step, layer] = ~resident[:, part]
-            resident[:, part] |= needed
-            state.use(step, layer, part, needed)
-            over = resident.sum(1) - capacity
-            rows, keys = np.flatnonzero(over > 0), None
-            while len(rows):
-                if keys is None:
-                    keys = np.where(resident[rows], state.keys(rows, step, layer, resident), np.inf)
-                    keys[:, part][needed[rows]] = np.inf
-                victims = keys.argmin(1)
-                resident[rows, victims] = False
-                over[rows] -= 1
-                keys[np.arange(len(rows)), victims] = np.inf
-                left = over[rows] > 0
-                rows, keys = rows[left], None if state.shifts else keys[left]
+            flat[:, step, layer] = ~resident[:, layer * E : (layer + 1) * E]
+            needed, mass = (x[replays, step, layer] for x in (visits.needed, visits.mass))
+            _take_turn(state, resident, step, layer, needed, mass)
     return absent
+
+
+def _take_turn(
+    state: _Scores, resident: Bools, step: int, layer: int, needed: Bools, mass: NDArray[Any]
+) -> None:
+    """Makes what a layer needs, bool and float `[B, E]`, resident `[B, N]` and evicts what is too much."""
+    E = needed.shape[1]
+    part = slice(layer * E, (layer + 1) * E)
+    resident[:, part] |= needed
+    state.use(step, layer, part, needed, mass)
+    over = resident.sum(1) - state.capacity
+    rows, keys = np.flatnonzero(over > 0), None
+    while len(rows):
+        if keys is None:
+            keys = np.where(resident[rows], state.keys(rows, step, layer, resident), np.inf)
+            keys[:, part][needed[rows]] = np.inf
+        victims = keys.argmin(1)
+        resident[rows, victims] = False
+        over[rows] -= 1
+        keys[np.arange(len(rows)), victims] = np.inf
+        left = over[rows] > 0
+        rows, keys = rows[left], None if state.shifts else keys[left]
+
+
+class Residency:
+    """Which experts have a slot, decided turn by turn as they are needed. Numbered as layer · E + expert.
+
+    Args:
+        policy: one of `POLICIES` that knows neither the future nor other traces.
+        slots: experts that can be resident at a time.
+    """
+
+    def __init__(
+        self, policy: str, layers: int, experts: int, slots: int, options: ReplayOptions | None = None
+    ) -> None:
+        self.experts, self.now = experts, -1
+        self.resident = np.zeros(layers * experts, bool)
+        self._queue = _QUEUED[policy](slots) if policy in _QUEUED else None
+        if self._queue is None:
+            endless = np.broadcast_to(np.False_, (1, _ENDLESS, layers, experts))  # takes no memory
+            visits, one = Visits(endless, np.empty(0, np.float32)), np.zeros(1, np.int64)
+            self._state = _SCORED[policy](visits, one, np.array([slots]), options or ReplayOptions())
+
+    def step(self) -> NDArray[np.intp]:
+        """Begins a step; returns what a cleanup evicts."""
+        self.now += 1
+        if self._queue is not None:
+            return _NONE
+        before = self.resident.copy()
+        self._state.step(self.now, self.resident[None])
+        return np.flatnonzero(before & ~self.resident)
+
+    def absent(self, layer: int, needed: Bools) -> NDArray[np.intp]:
+        """Returns which of those needed `[E]` have no slot."""
+        first = layer * self.experts
+        return np.flatnonzero(needed & ~self.resident[first : first + self.experts]) + first
+
+    def turn(self, layer: int, needed: Bools, mass: NDArray[Any]) -> NDArray[np.intp]:
+        """Makes what a layer needs, bool and float `[E]`, resident; returns what is evicted for it."""
+        part = slice(layer * self.experts, (layer + 1) * self.experts)
+        if self._queue is None and not (needed & ~self.resident[part]).any():
+            self._state.use(self.now, layer, part, needed[None], mass[None])
+            return _NONE
+        before = self.resident.copy()
+        if self._queue is None:
+            _take_turn(self._state, self.resident[None], self.now, layer, needed[None], mass[None])
+        else:
+            group = (np.flatnonzero(needed) + layer * self.experts).tolist()
+            for key in group:
+                self._queue.access(key, set(group))
+            self.resident[group] = True
+            held = np.flatnonzero(self.resident)
+            self.resident[held] = [key in self._queue for key in held.tolist()]
+        return np.flatnonzero(before & ~self.resident)
 
 
 def _replay_queue(queue: _Arc | _S3Fifo, needed: Bools, absent: Bools) -> None:

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.core.errors import ConfigError
+from moejax.core.tiers import A2crConfig
 from moejax.routing.generate import generate
 from moejax.routing.prefetch import predict, stall
 from moejax.routing.residency import (
     POLICIES,
-    A2crConfig,
     ReplayOptions,
+    Residency,
     Visits,
     recorded_visits,
     replay,
@@ -299,7 +300,7 @@ def test_a2cr_score() -> None:
     visits = Visits(needed, np.where(needed, 0.5, 0).astype(np.float32))
     state = _A2cr(visits, np.array([0]), np.array([3]), ReplayOptions())
     for step in range(2):
-        state.use(step, 0, slice(0, 3), visits.needed[:, step, 0])
+        state.use(step, 0, slice(0, 3), visits.needed[:, step, 0], visits.mass[:, step, 0])
     score = state.keys(np.array([0]), 4, 0, np.ones((1, 3), bool))[0]
     ratio = np.log(2) / np.log(3)
     assert score[0] == pytest.approx(0.4 * 0.5 + 0.3 * ratio + 0.3 * np.exp(-0.05 * 4))
@@ -307,13 +308,13 @@ def test_a2cr_score() -> None:
     fading = _A2cr(visits, np.array([0]), np.array([3]), ReplayOptions(A2crConfig(mass_decay=0.5)))
     for step in range(2):
         fading.step(step, np.ones((1, 3), bool))
-        fading.use(step, 0, slice(0, 3), visits.needed[:, step, 0])
+        fading.use(step, 0, slice(0, 3), visits.needed[:, step, 0], visits.mass[:, step, 0])
     assert fading.mass[0].tolist() == [0.25, 0.75, 0]
 
 
 @pytest.mark.parametrize("wrong", [{"pressures": [0.5]}, {"pressures": [0.7, 0.9, 0.0]}])
 def test_levels_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"offload\.a2cr: pressures must fall"):
+    with pytest.raises(ConfigError, match=r"offload\.a2cr\.pressures must fall"):
         A2crConfig(**wrong)
 
 
@@ -369,3 +370,25 @@ def test_stall_by_hand() -> None:
     predicted[0, 1, 0, 1:] = True  # one right, two wrong; 1.5 of the three come in 3 s
     ahead = stall(visits, absent, 2.0, 3.0, predicted)
     assert ahead.seconds.item() == (4 - 0.5) * 2.0 and ahead.moved.item() == 4 + 1
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("belady", "static")])
+@pytest.mark.parametrize("slots", [3, 7])
+def test_deciding_turn_by_turn_is_the_replay(policy: str, slots: int) -> None:
+    """Decisions that know nothing of what comes miss what the replay of the whole trace misses."""
+    visits = visits_of(7, traces=1, steps=40)
+    options = ReplayOptions(A2crConfig(cleanup_steps=5))
+    whole = replay(policy, visits, [slots], options)[0, 0]
+    _, S, L, E = visits.needed.shape
+    online = Residency(policy, L, E, slots, options)
+    held = set[int]()
+    for step in range(S):
+        held -= set(online.step().tolist())
+        for layer in range(L):
+            needed = visits.needed[0, step, layer]
+            absent = online.absent(layer, needed)
+            assert (absent - layer * E).tolist() == np.flatnonzero(needed & whole[step, layer]).tolist()
+            evicted = online.turn(layer, needed, visits.mass[0, step, layer])
+            assert set(evicted.tolist()) <= held and not set(evicted.tolist()) & set(absent.tolist())
+            held = held - set(evicted.tolist()) | set(absent.tolist())
+            assert held == set(np.flatnonzero(online.resident).tolist()) and len(held) <= slots

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from moejax.bench.common.held_out import HeldOutText
 from moejax.core.checked import Among, NonNegativeNumber, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError
-from moejax.routing.residency import POLICIES, A2crConfig, ReplayOptions
+from moejax.core.tiers import A2crConfig
+from moejax.routing.residency import POLICIES, ReplayOptions
 from moejax.routing.source import check_trace
 
 

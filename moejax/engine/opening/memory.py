@@ -44,18 +44,23 @@ class EngineMemory:
     Attributes:
         declared: path → shape, axes and dtype of every tensor, quantized ones as they will be held.
         quantized: whether some are.
+        experts_below: bytes of the experts that lie in the host's memory.
     """
 
     resolved: ResolvedEngine
     declared: Mapping[str, Declared]
     quantized: bool
+    experts_below: float = 0.0
 
     @classmethod
     def of(cls, resolved: ResolvedEngine, weights: Weights) -> "EngineMemory":
         """Returns the memory of an engine with these weights, which need no values."""
         held = [each(stage) for stage in weights.stages for each in (specs, adapter_specs)]
         declared = {name: spec for part in held for name, spec in part.items()}
-        return cls(resolved, declared, any(list(quantized_weights(stage)) for stage in weights.stages))
+        quantized, below = any(list(quantized_weights(stage)) for stage in weights.stages), 0.0
+        if weights.tiers is not None:
+            declared, below = weights.tiers.declared(declared), weights.tiers.most_below
+        return cls(resolved, declared, quantized, below)
 
     def certificate(
         self, limit: float | None = None, step: float | None = None, cache: CacheSpec | None = None
@@ -91,7 +96,8 @@ class EngineMemory:
         stores = engine.swap_memory_gb * (engine.preemption != "recompute")
         stores += prefixes.host_memory_gb * (prefixes.enabled and prefixes.place == "host")
         beside = 4.0 * (engine.max_num_seqs + 1) * model.vocab_size
-        beside += (resolved.platform == "cpu") * stores * 1e9 / parallel.num_devices
+        stores = stores * 1e9 / parallel.num_devices + self.experts_below
+        beside += (resolved.platform == "cpu") * stores
         if (draft := resolved.draft) is not None:
             mine = EngineMemory.of(draft, load(draft, fill=False))
             beside += mine.certificate(cache=cache._replace(window=None, window_blocks=0)).held.total
@@ -184,7 +190,7 @@ class EngineMemory:
             rules = resolve_rules(QuantConfig(method="rtn", format=_FORMATS[change["quant"]]), shapes)
             replace_weights(model, {path: chosen.format for path, chosen in rules.items()})
             declared, quantized = specs(model), True
-        return EngineMemory(resolved, declared, quantized)
+        return EngineMemory(resolved, declared, quantized, self.experts_below)
 
 
 def is_here(kind: str) -> bool:

@@ -27,6 +27,7 @@ from moejax.engine.routing.replay import RoutingReplay, open_replay
 from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
+from moejax.engine.tiers.experts import check_tiers
 from moejax.models.registry import config_from_hf
 from moejax.moe.expert_parallel import model_exchange
 from moejax.nn.activation import activation
@@ -106,7 +107,7 @@ class ResolvedEngine:
                 for what the model does not take.
         """
         engine = _given("engine", engine, EngineConfig)
-        shared = ("moe", "kernels", "adapters")
+        shared = ("moe", "kernels", "adapters", "experts", "tiers")
         if any(getattr(engine, name) != getattr(self.engine, name) for name in shared):
             raise ConfigError(
                 "a variant shares its weights, and so engine.moe, engine.kernels and engine.adapters; build "
@@ -155,6 +156,7 @@ def resolve(
     moe = engine.moe
     product = choose_grouped_matmul(moe.grouped_matmul, platform.value, moe.block_rows, fused)
     check_adapters(engine.adapters, parallel, config, moe, product.value)
+    check_tiers(engine, parallel, config, quant)
     layout = choose_expert_layout(moe.expert_layout, platform.value, product.value)
     moe = dataclasses.replace(moe, expert_layout=cast(ExpertLayout, layout.value))
     refusal = _not_tuned(engine, parallel, quant, config, platform.value, product.value, directory)

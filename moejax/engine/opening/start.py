@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec
+from moejax.engine.tiers.runner import TieredRunner
 from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
 from moejax.sharding.distributed import agree
 from moejax.sharding.pipeline import split_layers, stage_config
@@ -58,11 +59,9 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     """
     config = resolved.engine
     # What the weights of an engine that is only planned would take.
-    filled = all(isinstance(leaf, jax.Array) for leaf in weights.functions[0].leaves)
+    filled = not weights.absent
     draft = load(resolved.draft, fill=filled) if resolved.draft else None
-    parts = [*weights.functions, *(draft.functions if draft else ())]
-    leaves = [leaf for part in parts for leaf in part.leaves]
-    absent = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if not isinstance(leaf, jax.Array))
+    absent = weights.absent + (draft.absent if draft else 0)
     cache, blocks = plan_cache(resolved, absent)
     parallel, shared = resolved.parallel, resolved.config.shared_expert_intermediate_size
     beside = parallel.dispatch_microbatches > 1 or (parallel.overlap_shared and shared)
@@ -70,7 +69,7 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
     ledger = CompileLedger(config.strict_compile, overlap)
     runner = make_runner(resolved, weights, cache, ledger, draft)
     engine = Engine(make_scheduler(resolved, cache), runner, overlap=config.overlap)
-    engine.retries, engine.agree = config.retries, agree
+    engine.retries, engine.agree, engine.tiers = config.retries, agree, weights.tiers
     if config.rebalance.every_steps:
         engine.rebalance = automatic(resolved, weights, runner).after_step
     if resolved.moe.routing.method == "bias":
@@ -131,7 +130,11 @@ def make_runner(
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
     else:
         ((functions, place),) = pairs
-        runner = DeviceRunner(functions, *common, place=place, store_slots=slots)
+        one: dict[str, Any] = {"place": place, "store_slots": slots}
+        if weights.tiers is not None:
+            runner = TieredRunner(functions, *common, **one, tiers=weights.tiers)
+        else:
+            runner = DeviceRunner(functions, *common, **one)
         if resolved.draft is not None and draft is not None:
             # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
             kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)

@@ -1,5 +1,6 @@
 """Reads a resolved model's weights, or draws them, onto its devices, and quantizes them on the way."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -14,11 +15,15 @@ from flax import nnx
 
 from moejax.checkpoint.hf import load_pretrained
 from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
 from moejax.core.resolve import Resolution
+from moejax.core.version import __version__
 from moejax.engine.adapters import Adapters, attach
 from moejax.engine.opening.quantize import choose_implementation
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.step.program import PagedFunctions
+from moejax.engine.tiers.experts import ExpertTiers, identity_of_files
+from moejax.engine.tiers.program import PartFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, initialize, iter_params, specs
@@ -43,6 +48,7 @@ class Weights:
         quant_report: what was quantized while they were read; None if nothing was.
         resolutions: what quantized weights there are and what their products run on.
         adapters: LoRA adapters beside them.
+        tiers: the experts, where they are not all on the device; then they are no part of the rest.
         users: who computes with them, see `release`.
     """
 
@@ -51,14 +57,40 @@ class Weights:
     quant_report: QuantReport | None
     resolutions: list[Resolution]
     adapters: Adapters
+    tiers: ExpertTiers | None = None
     users: "WeakSet[Any]" = field(default_factory=WeakSet, compare=False, repr=False)
 
     def release(self, user: object) -> None:
         """Takes note that one of `users` is done, and frees the devices' memory after the last."""
         self.users.discard(user)
+        if self.tiers is not None and not self.users:
+            self.tiers.close()
         for leaf in [] if self.users else [x for functions in self.functions for x in functions.leaves]:
             if isinstance(leaf, jax.Array):
                 leaf.delete()
+
+    def whole(self) -> Decoder:
+        """Returns the decoder. Raises `ConfigError` where it is nowhere whole."""
+        if len(self.stages) > 1:
+            raise ConfigError(
+                f"parallel.pp={len(self.stages)}: there is no whole model; LLM.stages has its parts"
+            )
+        if self.tiers is not None:
+            raise ConfigError(
+                "engine.experts.resident: not all experts are on the device, and there is no whole model; open "
+                "another LLM without it"
+            )
+        return self.stages[0]
+
+    @property
+    def absent(self) -> int:
+        """Bytes that the devices are still to take."""
+        leaves = [leaf for functions in self.functions for leaf in functions.leaves]
+        absent = sum(x.size * x.dtype.itemsize for x in leaves if not isinstance(x, jax.Array))
+        if self.tiers is not None:
+            absent -= self.tiers.records.count * self.tiers.records.nbytes
+            absent += self.tiers.nbytes if self.tiers.store is None else 0
+        return absent
 
 
 def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill: bool = True) -> Weights:
@@ -75,8 +107,13 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     plan, parallel = resolved.quantization, resolved.parallel
     rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
     ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
+    tiers = load(resolved, fill=False).tiers if fill and resolved.engine.experts_in_tiers else None
+    if tiers is not None:
+        tiers.open(functools.partial(_identity, resolved))
     stages = [
-        load_stage(resolved, place, layers, functools.partial(rounding.take, place) if fill else None)
+        load_stage(
+            resolved, place, layers, functools.partial(_store, rounding, tiers, place) if fill else None
+        )
         for place, layers in zip(resolved.places, ranges, strict=True)
     ]
     report = None
@@ -87,7 +124,7 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
     elif plan.weights:
-        rounding.put(stages)
+        rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
         report = quant_report(stages, resolved.quant, [done], done.seconds)
     resolutions = _settle_products(resolved, stages)
@@ -96,10 +133,47 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
             _place_shapes(stage, place)
     pairs, config = zip(stages, resolved.places, strict=True), resolved.engine.adapters
     slots = ChainMap(*(dict(attach(stage, config, place, fill=fill)) for stage, place in pairs))
-    functions = [PagedFunctions(stage) for stage in stages]
+    if tiers is None and not fill and resolved.engine.experts_in_tiers:
+        engine = resolved.engine
+        tiers = ExpertTiers(engine.experts, engine.tiers, stages[0], engine.max_num_batched_tokens)
+    functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]
+    if tiers is not None:
+        functions = [PartFunctions(stages[0], foresees=tiers.config.prefetch == "next_router")]
+        resolutions = [*resolutions, tiers.finish()]
     return Weights(
-        stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions)
+        stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions), tiers
     )
+
+
+def _store(
+    rounding: QuantizeOnLoad,
+    tiers: ExpertTiers | None,
+    place: SingleDevice,
+    name: str,
+    param: nnx.Param,
+    value: jax.Array,
+) -> None:
+    """Takes a parameter's value: experts into their tiers, the rest onto the device, rounded as planned."""
+    if tiers is not None and tiers.take(name, value):
+        return
+    rounding.take(place, name, param, value)
+    if tiers is not None and tiers.holds(name):
+        for part, array in rounding.take_out(name):
+            assert tiers.take(f"{name}.{part}", array), (name, part)
+
+
+def _identity(resolved: ResolvedEngine) -> dict[str, Any]:
+    """Returns what experts in a file are known again by."""
+    source = resolved.source
+    return {
+        "weights": identity_of_files(source)
+        if source
+        else [dataclasses.asdict(resolved.config), resolved.seed],
+        "dtype": resolved.config.dtype,
+        "layout": resolved.moe.expert_layout,
+        "quant": dataclasses.asdict(resolved.quant),
+        "version": __version__,
+    }
 
 
 def load_stage(
@@ -171,6 +245,8 @@ def _settle_products(resolved: ResolvedEngine, stages: Sequence[Decoder]) -> lis
     numbers_held = {fmt.numbers for _, _, fmt in formats}
     if quant.layout == "plain":
         layout = layout._replace(reason="asked for")
+    elif kernels and resolved.engine.experts_in_tiers:
+        layout = layout._replace(reason="experts that move one by one are not tiled")
     elif kernels and any(fmt.packed for _, _, fmt in formats):
         layout = layout._replace(value="tiled", reason="the GPU kernels read four-bit codes in whole lines")
     elif resolved.platform == "cpu" and not kernels and numbers_held & {"float8_e4m3fn", "float8_e5m2"}:

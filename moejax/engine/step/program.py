@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache.pool import PagedCache, Pages, States
+from moejax.core.config import ModelConfig
 from moejax.core.moe import Product, TunedMoe
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
 from moejax.engine.step.functions import ModelFunctions, routing_counts, token_logprobs
 from moejax.engine.step.limits import FOLLOWS, Limits, StepKey
 from moejax.engine.step.sampler import Sampled, add_biases, sample
-from moejax.models.decoder import Decoder
+from moejax.models.decoder import Decoder, DecoderLayer
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.router import Replay
 from moejax.ops.paged_attention import Evicted
@@ -108,7 +109,7 @@ class PagedFunctions(ModelFunctions):
             assert limits.drafter is not None
             reduce_model(model, limits.drafter)
         if key.tiled:
-            separate_rows(model, key.rows)
+            separate_rows(model.in_order(), key.rows)
         if self.is_first:
             token = decoded_tokens(batch, state.last if given is None else given)
             x = model.embed(flat_tokens(batch, token))
@@ -167,11 +168,11 @@ def reduce_model(model: Decoder, drafter: SpeculationConfig) -> None:
             layer.moe.router.top_k = drafter.experts or -(-layer.moe.router.top_k // 2)
 
 
-def separate_rows(model: Decoder, tokens: int) -> None:
+def separate_rows(layers: Sequence[DecoderLayer], tokens: int) -> None:
     """Has experts compute each row by itself, inside a trace: what it shares a product with depends on what
     else is in the batch. GPU kernels' tiles give a row the same wherever it lies in one."""
     each = [Product(tokens, "blocks_uniform", 1)]
-    for layer in model.in_order():
+    for layer in layers:
         if layer.moe is not None and layer.moe.moe.grouped_matmul != "pallas_triton":
             layer.moe.moe = TunedMoe.of(layer.moe.moe, layer.moe.moe.expert_layout, each)
 
@@ -196,7 +197,7 @@ def run_layers(
         valid=(positions >= 0)[:, None],
         cache=cache,
         rope_lens=batch.rope_len,
-        routing=None if replay is None else replayed(model, replay),
+        routing=None if replay is None else replayed(model.config, replay, model.stage),
         adapters=batch.adapter,
     )
 
@@ -210,13 +211,13 @@ def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured
     return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in sparse], axis=1))
 
 
-def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
-    """Maps `[S + T, L, k]` of the whole model to `[S + T, 1, k]` of each layer here, None of a dense one."""
+def replayed(config: ModelConfig, whole: Replay, stage: range | None = None) -> list[Replay | None]:
+    """Maps `[S + T, L, k]` of the whole model to `[S + T, 1, k]` of each layer of a stage (None: all), None
+    of a dense one."""
     assert whole.weights is not None
     by_layer: list[Replay | None] = []
-    for layer in model.stage:
-        place = sum(model.config.moe_layers[:layer])
-        sparse = model.config.moe_layers[layer]
+    for layer in stage or range(config.num_layers):
+        place, sparse = sum(config.moe_layers[:layer]), config.moe_layers[layer]
         parts = (whole.ids[:, place, None], whole.weights[:, place, None]) if sparse else None
         by_layer.append(None if parts is None else Replay(*parts))
     return by_layer

@@ -1,0 +1,347 @@
+"""The experts of a model that are not all on the device: slots there, all of them in the store below."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError, refuse
+from moejax.core.files import cache_root, content_hash
+from moejax.core.parallel import ParallelConfig
+from moejax.core.quant import QuantConfig
+from moejax.core.resolve import Resolution
+from moejax.core.tiers import ExpertsConfig, TiersConfig
+from moejax.core.words import byte_words
+from moejax.engine.step.functions import shapes_of
+from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
+from moejax.models.decoder import Decoder
+from moejax.nn.param import ParamSpec
+from moejax.routing.capture import Floats, Ints
+from moejax.routing.residency import ReplayOptions, Residency
+
+
+def split_layer(layer: nnx.Module) -> tuple[Any, Any, Any]:
+    """Returns a decoder layer's structure, the arrays of its routed experts and all others."""
+    split: Any = nnx.split
+    return split(layer, lambda path, _: tuple(path[:2]) == ("moe", "experts"), ...)
+
+
+class ExpertTiers:
+    """Slots on the device for some of the experts, whichever layers they are of, and who is in which.
+
+    A step asks layer by layer for the experts that its tokens visit (`require`): those without a slot are
+    fetched from the store and written into slots, which are donated to the program that does so. What runs
+    before reads the slots as they were.
+
+    Args:
+        model: without values; its experts' arrays are alike in all layers.
+        tokens: the most that a step computes.
+
+    Attributes:
+        layers: numbers of the layers with experts.
+        arrays: the slots `[slots, ...]` of each array of an expert; shapes until `open`.
+        table: int32 `[layers, E + 1]`, each expert's slot, and `slots` for none.
+        in_place: experts are written into the slots' memory, not by a program that has it donated.
+
+    Raises:
+        ConfigError: layers that differ, or slots that do not hold what one step may need in one layer.
+    """
+
+    def __init__(self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int) -> None:
+        self.config, self.tiers = config, tiers
+        self.in_place = jax.default_backend() == "cpu"
+        self.layers = [i for i, sparse in enumerate(model.config.moe_layers) if sparse]
+        self.num_experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+        self._places: dict[str, tuple[int, int]] = {}
+        shapes: list[Any] = []
+        for place, number in enumerate(self.layers):
+            _, experts, _ = split_layer(model.in_order()[number])
+            for leaf, (path, _) in enumerate(nnx.to_flat_state(experts)):
+                name = ".".join(map(str, ("layers", number, *path)))
+                self._places[name] = place, leaf
+            mine = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(experts)]
+            if place and mine != shapes:
+                raise ConfigError(
+                    f"engine.experts: the experts of layer {number} have other shapes or formats than those "
+                    f"of layer {self.layers[0]}, and could not share slots; quantize all of them alike"
+                )
+            shapes = mine
+        if any(shape[0] != self.num_experts for shape, _ in shapes):
+            raise ConfigError(
+                "engine.experts: weights that the experts of a layer share, such as one scale for all, are no "
+                "part of any expert; take a quant.format with scales for each"
+            )
+        every = len(self.layers) * self.num_experts
+        self.records = Records(every, [(shape[1:], dtype) for shape, dtype in shapes])
+        key, self.slots = "engine.experts.resident", int((config.resident or 1.0) * every)
+        if tiers.device_gb is not None:
+            key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.nbytes)
+        self.slots, least = min(self.slots, every), min(self.num_experts, tokens * top_k)
+        if self.slots < least:
+            raise ConfigError(
+                f"{key}: {self.slots} slots of {byte_words(self.records.nbytes)} do not hold the {least} experts "
+                f"that one step of up to {tokens} tokens may visit in one layer; raise it"
+                + (", or lower engine.max_num_batched_tokens" if least == self.num_experts else "")
+            )
+        self.arrays: list[Any] = [
+            jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype) for leaf in self.records.leaves
+        ]
+        self.store: Store | None = None
+        self.reset_stats()
+        self._forget()
+
+    def open(self, identity: Callable[[], Any]) -> None:
+        """Makes slots, and the store, to which `take` then brings the experts.
+
+        Args:
+            identity: tells by what weights in a file are known again.
+
+        Raises:
+            ConfigError, OutputError: there is no room for them.
+        """
+        tiers, limit = self.tiers, None if self.tiers.host_gb is None else self.tiers.host_gb * 1e9
+        if self.config.tier == "host":
+            self.store = HostStore(self.records, limit)
+        else:
+            folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "experts"
+            options: dict[str, Any] = {"queue_depth": tiers.queue_depth, "direct": tiers.direct}
+            self.store = DiskStore(self.records, folder, content_hash(identity()), limit=limit, **options)
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        self.arrays = [jnp.zeros(array.shape, array.dtype) for array in self.arrays]
+        write = jax.jit(
+            lambda slots, at, new: [s.at[at].set(x) for s, x in zip(slots, new, strict=True)],
+            donate_argnums=0,
+        )
+        one = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.records.leaves]
+        at = jax.ShapeDtypeStruct((), jnp.int32)
+        self._write = write.lower(shapes_of(self.arrays), at, one).compile()
+        jax.block_until_ready(self.arrays)
+        self._memory = [memory_of(array) for array in self.arrays if self.in_place]
+
+    def _forget(self) -> None:
+        """Starts with empty slots."""
+        options = ReplayOptions(self.config.a2cr)
+        shape = len(self.layers), self.num_experts
+        self.residency = Residency(self.config.policy, *shape, self.slots, options)
+        self.table = np.full((shape[0], shape[1] + 1), self.slots, np.int32)
+        self._free = list(range(self.slots))[::-1]
+        self._coming: dict[int, Any] = {}
+
+    def reset(self) -> None:
+        """Mends what a failed step has left: slots that it took along are made anew."""
+        self._coming.clear()
+        if any(isinstance(array, jax.Array) and array.is_deleted() for array in self.arrays):
+            self._forget()
+            self._make_slots()
+
+    def take(self, name: str, value: jax.Array) -> bool:
+        """Puts an array of a layer's experts into the store, if it is one."""
+        if name not in self._places:
+            return False
+        assert self.store is not None
+        place, leaf = self._places[name]
+        if not getattr(self.store, "written", False):
+            for expert, part in enumerate(np.asarray(value)):
+                self.store.write(place * self.num_experts + expert, leaf, part)
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Tells whether a weight, by its path, is one of the experts'."""
+        return any(path.startswith(f"{name}.") for path in self._places)
+
+    def finish(self) -> Resolution:
+        """Ends the filling of the store; returns how many slots there are and what lies where."""
+        if self.store is not None:
+            self.store.finish()
+        size = byte_words(self.records.nbytes)
+        share = f"{self.slots / self.records.count:.1%} of {self.records.count} experts of {size}"
+        what = f"{share}; the others in the host's memory"
+        if self.config.tier == "disk":
+            path = getattr(self.store, "path", None)
+            what = f"{share}; the others {'on disk' if path is None else f'in {path}'}"
+        return Resolution("engine.experts.resident", str(self.slots), what)
+
+    def step(self) -> None:
+        """Begins a step."""
+        self._release(self.residency.step())
+
+    def require(self, place: int, ids: Ints, weights: Floats) -> np.ndarray:
+        """Gives slots to the experts that `ids` `[N, k]` visit in the layer with experts of that place.
+
+        Args:
+            ids: E for none.
+            weights: of the router.
+
+        Returns:
+            int32 `[E + 1]`, the layer's row of `table`.
+
+        Raises:
+            CheckpointError: an expert cannot be read; nothing has changed then.
+        """
+        E, first = self.num_experts, place * self.num_experts
+        flat = ids.reshape(-1)
+        needed = np.zeros(E + 1, bool)
+        needed[flat] = True
+        mass = np.bincount(flat, weights.reshape(-1), E + 1)[:E]
+        needed = needed[:E]
+        absent = self.residency.absent(place, needed)
+        self.hits += int(needed.sum()) - len(absent)
+        self.misses += len(absent)
+        start = time.perf_counter()
+        records = self._fetch(absent.tolist())
+        self._release(self.residency.turn(place, needed, mass))
+        for key, record in zip(absent.tolist(), records, strict=True):
+            slot = self._free.pop()
+            self._put(slot, record)
+            self.table[place, key - first] = slot
+        if len(absent):
+            self.wait_s += time.perf_counter() - start
+        return self.table[place].copy()
+
+    def _put(self, slot: int, record: np.ndarray) -> None:
+        """Writes an expert into a slot.
+
+        On a CPU straight into the memory of `arrays`: a program would take ten times as long. Nothing that
+        was launched reads it any more, since the router that asks has run after all of it.
+        """
+        if self.in_place:
+            for memory, leaf in zip(self._memory, self.records.leaves, strict=True):
+                memory[slot] = record[leaf.start : leaf.start + leaf.nbytes]
+        else:
+            self.arrays = self._write(self.arrays, np.int32(slot), self.records.arrays(record))
+
+    def foresee(self, place: int, ids: Ints) -> None:
+        """Has the experts fetched that a layer is thought to visit at its coming turn."""
+        assert self.store is not None
+        needed = np.zeros(self.num_experts + 1, bool)
+        needed[ids.reshape(-1)] = True
+        for key in self.residency.absent(place, needed[:-1]).tolist():
+            self._coming[key] = self.store.fetch(key)
+            self.foreseen += 1
+
+    def _fetch(self, keys: list[int]) -> list[Any]:
+        assert self.store is not None
+        coming, self._coming = self._coming, {}
+        self.foreseen_used += sum(key in coming for key in keys)
+        promises = [coming[key] if key in coming else self.store.fetch(key) for key in keys]
+        return [promise.result() for promise in promises]
+
+    def _release(self, keys: Ints) -> None:
+        """Takes the slots of experts that were evicted."""
+        for key in keys.tolist():
+            at = divmod(key, self.num_experts)
+            self._free.append(int(self.table[at]))
+            self.table[at] = self.slots
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless every slot is free or one resident expert's."""
+        held = self.table[:, :-1].reshape(-1)
+        resident = held < self.slots
+        assert (self.table[:, -1] == self.slots).all(), "an id that is no expert's has a slot"
+        assert (resident == self.residency.resident).all(), "the table and the policy differ"
+        assert sorted([*held[resident].tolist(), *self._free]) == list(range(self.slots)), (
+            "slots lost or shared"
+        )
+
+    def close(self) -> None:
+        """Frees slots and store."""
+        for array in self.arrays:
+            if isinstance(array, jax.Array):
+                array.delete()
+        if self.store is not None:
+            self.store.close()
+
+    def declared(self, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+        """Returns a model's declarations with the slots, under the first layer's names, for the experts."""
+        first = {name for name, (place, _) in self._places.items() if not place}
+        return {
+            name: replace(spec, shape=(self.slots, *spec.shape[1:])) if name in first else spec
+            for name, spec in specs.items()
+            if name in first or name not in self._places
+        }
+
+    @property
+    def most_below(self) -> float:
+        """Bytes of the host's memory that experts take at the most."""
+        if self.config.tier == "host":
+            return self.records.count * self.records.nbytes
+        return 1e9 * (self.tiers.host_gb or 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self.slots * self.records.nbytes
+
+    def reset_stats(self) -> None:
+        """Starts the counts afresh."""
+        self.hits = self.misses = self.foreseen = self.foreseen_used = 0
+        self.wait_s = 0.0
+        if self.store is not None:
+            self.store.bytes_read = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counts since the start or `reset_stats`, for `LLM.stats`."""
+        assert self.store is not None
+        used = self.hits + self.misses
+        return {
+            "experts_slots": self.slots,
+            "experts_share": self.slots / self.records.count,
+            "experts_slot_bytes": self.nbytes,
+            "experts_hits": self.hits,
+            "experts_misses": self.misses,
+            "experts_hit_rate": self.hits / used if used else None,
+            "experts_moved_bytes": self.misses * self.records.nbytes,
+            "experts_wait_s": self.wait_s,
+            "experts_foreseen": self.foreseen,
+            "experts_foreseen_used": self.foreseen_used,
+            **self.store.describe(),
+        }
+
+
+def memory_of(array: jax.Array) -> np.ndarray:
+    """Returns the bytes `[slots, n]` of an array of the CPU's as memory, without a reference to it."""
+    raw: Any = (ctypes.c_byte * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(raw, np.uint8).reshape(array.shape[0], -1)
+
+
+def check_tiers(
+    engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig, quant: QuantConfig
+) -> None:
+    """Raises `ConfigError` for what experts in tiers do not go with."""
+    moe, speculation, key = engine.moe, engine.speculation, "engine.experts.resident"
+    refusals = {
+        "a model without experts": not any(config.moe_layers),
+        "parallel: slots are of one device": not parallel.is_single,
+        f"engine.moe.execution={moe.execution}, which runs all experts": moe.execution != "grouped",
+        f"engine.moe.routing.method={moe.routing.method}, whose biases no part of a step has": (
+            moe.routing.method == "bias"
+        ),
+        "engine.adapters.slots: a part of a step has no adapters": engine.adapters.slots > 0,
+        f"engine.speculation.method={speculation.method}, which drafts in steps of its own": (
+            speculation.on_device
+        ),
+        f"engine.kv_policy.method={engine.kv_policy.method}, which weighs what attention gives": (
+            engine.kv_policy.weighs
+        ),
+        f"quant.method={quant.method}, which calibrates the whole model": quant.method not in ("none", "rtn"),
+    }
+    if engine.tiers.device_gb is not None:
+        key = "engine.tiers.device_gb"
+    refuse(key, engine.experts_in_tiers, refusals)
+
+
+def identity_of_files(folder: str | os.PathLike[str]) -> list[Any]:
+    """Returns names, sizes and times of a checkpoint's files: what tells that they have not changed."""
+    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".json"))
+    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]

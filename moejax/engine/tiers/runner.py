@@ -1,0 +1,162 @@
+"""Runs plans on a device whose memory does not hold all experts: part by part, and between two of them the
+host sees to the experts that the next one needs."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.engine.step.batch import layout
+from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.functions import shapes_of
+from moejax.engine.step.ledger import Program
+from moejax.engine.step.limits import StepKey
+from moejax.engine.step.program import Captured, DeviceState, PagedOutput
+from moejax.engine.tiers.experts import ExpertTiers
+from moejax.engine.tiers.program import Carried, Part, PartFunctions, counted
+from moejax.routing.capture import id_dtype
+
+
+class PartKey(NamedTuple):
+    """A step's bucket, and which of its programs."""
+
+    part: int
+    step: StepKey
+
+
+class TieredRunner(DeviceRunner):
+    """Takes the place of `DeviceRunner` where experts lie in tiers.
+
+    `launch` waits for every router but the last part's tokens, which `collect` waits for: the loop may still
+    schedule the next step meanwhile.
+
+    Args:
+        tiers: the experts.
+    """
+
+    functions: PartFunctions
+
+    def __init__(self, *args: Any, tiers: ExpertTiers, **options: Any) -> None:
+        self.tiers = tiers
+        super().__init__(*args, **options)
+        parts, leaves_of = self.functions.parts, self.functions.leaves_of
+        self._parts = [(part, part.attends, leaves_of(part)) for part in parts]
+        self._compiled: dict[StepKey, list[Any]] = {}
+        self._nowhere = np.zeros(tiers.num_experts + 1, np.int32)
+
+    def reset(self) -> None:
+        super().reset()
+        self.tiers.reset()
+
+    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        tiers, routed = self.tiers, list[tuple[np.ndarray, np.ndarray]]()
+        placed, states = self.place.put(buffer), list(self.pool.take_states())
+        segments = [list(segment) for segment in self.take_pages(key)]
+        carried: Carried | None = None
+        table = self._nowhere
+        programs = self._parts_of(key)
+        tiers.step()
+        for number, (part, attends, leaves) in enumerate(self._parts):
+            first, last = part.finishes is None, part.routes is None
+            pages = tuple(tuple(segment[i] for i in attends) for segment in segments)
+            held = self.last if first or last else cast(Any, None)
+            seen = self._seen_of(key) if last else None
+            given = DeviceState(pages, tuple(states[i] for i in attends), held, seen)
+            state, out = programs[number](leaves, given, tiers.arrays, placed, carried, table)
+            for at, layer in enumerate(attends):
+                states[layer] = state.states[at]
+                for segment, new in zip(segments, state.pages, strict=True):
+                    segment[layer] = new[at]
+            # After each part: what was donated is gone, should a later one fail.
+            self.put_pages(key, tuple(map(tuple, segments)))
+            self.pool.states = tuple(states)
+            if first or last:
+                self.last = state.last
+            if last:
+                break
+            if carried is not None and carried.guess is not None:
+                tiers.foresee(number, np.asarray(carried.guess))
+            carried = out
+            ids, weights = np.asarray(out.ids), np.asarray(out.weights)  # here the host waits
+            routed.append((ids, weights))
+            table = tiers.require(number, ids, weights)
+        if key.mode.penalty:
+            self._seen = state.seen
+        return self._told(key, out, routed)
+
+    def _parts_of(self, key: StepKey) -> list[Any]:
+        """Returns the compiled program of each part."""
+        programs = self._compiled.get(key)
+        if programs is None:
+            numbers = range(len(self._parts))
+            programs = [self.ledger.get(*self._part_program(number, key)) for number in numbers]
+            self._compiled[key] = programs
+        return programs
+
+    def _told(
+        self, key: StepKey, output: PagedOutput, read: list[tuple[np.ndarray, np.ndarray]]
+    ) -> PagedOutput:
+        """Returns a step's output with the routing that the host has read between its parts."""
+        model, told = self.functions.config, output
+        ids = [mine for mine, _ in read]
+        if key.record:
+            counts: Any = counted(ids, self.tiers.layers, model.num_layers, model.num_experts)
+            told = told._replace(counts=counts, overflow=jnp.zeros(2, jnp.int32))
+        if self.limits.capture:
+            stacked: Any = np.stack(ids, axis=1).astype(id_dtype(model.num_experts))
+            weights: Any = np.stack([mine for _, mine in read], axis=1)
+            told = told._replace(captured=Captured(stacked, weights))
+        return told
+
+    def programs(self, key: StepKey) -> list[Program]:
+        numbers = sorted(set(self.functions.program_of))
+        return [self._part_program(number, key) for number in numbers]
+
+    def _part_program(self, number: int, key: StepKey) -> Program:
+        """Returns the program of a part, which other parts may have as well."""
+        number = self.functions.program_of[number]
+        part, limits = self.functions.parts[number], self.limits
+
+        def build() -> Any:
+            def run(
+                leaves: Any, state: DeviceState, slots: Any, buffer: jax.Array, carried: Any, table: jax.Array
+            ) -> Any:
+                return self.functions.run(
+                    leaves, state, slots, buffer, carried, table, part=part, key=key, limits=limits
+                )
+
+            return self.place.compiled(run, shapes(), donate=1, output=True)
+
+        def shapes() -> tuple[Any, ...]:
+            return self._part_shapes(part, key)
+
+        return Program("step", PartKey(number, key), build, shapes)
+
+    def _part_shapes(self, part: Part, key: StepKey) -> tuple[Any, ...]:
+        _, state, _ = self._shapes(key)
+        model, place, functions = self.functions.config, self.place, self.functions
+        ends = part.finishes is None or part.routes is None
+        mine = (
+            tuple(tuple(segment[i] for i in part.attends) for segment in state.pages),
+            tuple(state.states[i] for i in part.attends),
+        )
+        last, seen = state.last if ends else cast(Any, None), state.seen if part.routes is None else None
+        carried = None
+        if part.finishes is not None:
+            # All parts hand on what the first one does, but that no router may be left to guess.
+            first = functions.parts[0]
+            given = self._part_shapes(first, key)
+            carried = jax.eval_shape(
+                lambda *args: functions.run(*args, part=first, key=key, limits=self.limits)[1], *given
+            )
+            if functions.parts[functions.parts.index(part) - 1].foresees is None:
+                carried = carried._replace(guess=None)
+        return (
+            shapes_of(functions.leaves_of(part)),
+            DeviceState(*mine, last, seen),
+            shapes_of(self.tiers.arrays),
+            place.struct((layout(key, self.limits)[1],), jnp.int32),
+            carried,
+            place.struct((model.num_experts + 1,), jnp.int32),
+        )

@@ -1,0 +1,256 @@
+"""Experts in tiers: the tokens of the engine that has them all, within budgets, whatever is asked for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from moejax import (
+    LLM,
+    EngineConfig,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    PrefixCacheConfig,
+    QuantConfig,
+    SamplingParams,
+)
+from moejax.core.errors import ConfigError
+from moejax.core.moe import RoutingPolicy
+from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
+from moejax.core.tiers import ExpertsConfig, TiersConfig
+from tests.examples import slow_but
+from tests.model_shapes import LATENT, SINKS, TWO_LAYERS
+from tests.numerics import assert_close, tolerance
+
+ENGINE = EngineConfig(
+    compile_cache=False, seq_buckets=[4], token_buckets=[8], block_buckets=[12], max_model_len=40,
+    max_num_seqs=4, block_size=4, max_num_batched_tokens=8, autotune="rules", capture_routing=True,
+)  # fmt: skip
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+PROMPTS = [[7, 11 + i, 13, 17, 19 + i, 23, 29, 31, 37] for i in range(3)]
+DEEP = TWO_LAYERS.replace(num_layers=4, moe_layers=(True,) * 4, sliding_windows=(None,) * 4)
+FAMILIES = {
+    "gqa": DEEP,
+    "latents": DEEP.replace(**LATENT),
+    "windows_with_sinks": DEEP.replace(**SINKS, sliding_windows=(5, None, 5, None)),
+    "some_dense": DEEP.replace(moe_layers=(False, True, False, True)),
+}
+
+
+def opened(config: ModelConfig, tmp_path: Path | None = None, **options: Any) -> LLM:
+    """An engine; `experts` and `tiers` are its sections' fields, a path is the disk's folder."""
+    tiers = TiersConfig(**({"disk_dir": str(tmp_path)} if tmp_path else {}), **options.pop("tiers", {}))
+    experts = ExpertsConfig(**options.pop("experts", {}))
+    outside = {name: options.pop(name) for name in ("quant", "parallel") if name in options}
+    engine = dataclasses.replace(ENGINE, experts=experts, tiers=tiers, **options)
+    return LLM(config, load_format="dummy", seed=0, engine=engine, **outside)
+
+
+def slots_of(llm: LLM) -> Any:
+    return llm.engine.tiers
+
+
+def checked(llm: LLM) -> LLM:
+    """Has the engine check at every step that no slot is lost, shared or overwritten."""
+    tiers, require = slots_of(llm), slots_of(llm).require
+
+    def checking(place: int, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        table = require(place, ids, weights)
+        tiers.check_integrity()
+        E = tiers.num_experts
+        for expert in np.unique(ids[ids < E]).tolist():
+            assert table[expert] < tiers.slots
+            record = tiers.store.fetch(place * E + expert).result()
+            for array, leaf in zip(tiers.arrays, tiers.records.arrays(record), strict=True):
+                held = np.asarray(array[int(table[expert])])
+                assert held.tobytes() == leaf.tobytes(), "a slot holds another expert"
+        return table
+
+    tiers.require = checking
+    return llm
+
+
+def same_run(mine: LLM, plain: LLM, params: SamplingParams = GREEDY) -> None:
+    """Tokens, log-probabilities and routing of both."""
+    tol = tolerance(32, 32, 32)
+    outputs, wanted = mine.generate(PROMPTS, params), plain.generate(PROMPTS, params)
+    for one, other in zip(outputs, wanted, strict=True):
+        for sample, twin in zip(one.outputs, other.outputs, strict=True):
+            assert sample.token_ids == twin.token_ids
+            assert_close([x.logprob for x in sample.logprobs], [x.logprob for x in twin.logprobs], tol)
+    if mine.engine_config.capture_routing:
+        trace, twin_trace = mine.routing_capture(), plain.routing_capture()
+        assert np.array_equal(trace.ids, twin_trace.ids)
+        assert_close(trace.weights, twin_trace.weights, tol)
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    slow_but(
+        [
+            ("gqa", {"resident": 0.5}),
+            ("latents", {"resident": 0.3, "tier": "disk", "prefetch": "next_router"}),
+        ],
+        [
+            (family, experts)
+            for family in FAMILIES
+            for experts in (
+                {"resident": 0.5},
+                {"resident": 0.5, "policy": "s3_fifo", "prefetch": "next_router"},
+                {"resident": 0.3, "tier": "disk", "prefetch": "next_router"},
+            )
+        ],
+    ),
+)
+def test_tokens_are_those_of_the_engine_that_has_all(
+    family: str, experts: dict[str, Any], tmp_path: Path
+) -> None:
+    if family == "some_dense" and experts["resident"] < 0.5:
+        experts = {**experts, "resident": 0.5}
+    with opened(FAMILIES[family]) as plain, opened(FAMILIES[family], tmp_path, experts=experts) as mine:
+        same_run(checked(mine), plain)
+        stats = mine.stats()
+        assert 0 < stats["experts_misses"] and 0 < stats["experts_hits"]
+        tiers = slots_of(mine)
+        assert tiers.nbytes <= experts["resident"] * tiers.records.count * tiers.records.nbytes
+        if experts.get("tier") == "disk":
+            checks = stats["experts_hits"] + stats["experts_misses"]  # of `checked`, which reads all again
+            wasted = stats["experts_foreseen"] - stats["experts_foreseen_used"]
+            reads = stats["experts_misses"] + wasted + checks
+            assert stats["experts_read_bytes"] == reads * tiers.records.stride
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain_loop": {"overlap": False},
+    "int8": {"quant": QuantConfig(method="rtn", format="int8")},
+    "int4": {"quant": QuantConfig(method="rtn", format="int4_g16")},
+    "float8": {"quant": QuantConfig(method="rtn", format="fp8_e4m3")},
+    "prefix": {"prefix_cache": PrefixCacheConfig(enabled=True)},
+    "ngram": {"speculation": SpeculationConfig(method="ngram", k=2), "max_num_batched_tokens": 16},
+    "preempted": {"num_blocks": 8},
+    "swapped": {"num_blocks": 8, "preemption": "swap"},
+    "window": {"kv_policy": KvPolicyConfig(method="window", sinks=4, recent=8), "capture_routing": False},
+    "tiles": {"deterministic": "tiles", "tile_tokens": 4},
+    "static": {"batching": "static"},
+    "by_batch": {"moe": MoeConfig(routing=RoutingPolicy("batch"))},
+    "kernels": {"kernels": "pallas_triton"},
+    "efd": {"moe": MoeConfig(expert_layout="efd")},
+    "int8_cache": {"quant": QuantConfig(kv_cache="int8")},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["int8"], OPTIONS))
+def test_with_the_engine_s_other_options(name: str) -> None:
+    options, params = OPTIONS[name], dataclasses.replace(GREEDY, n=2, seed=3, temperature=0.8)
+    with opened(DEEP, **options) as plain, opened(DEEP, experts={"resident": 0.4}, **options) as mine:
+        checked(mine)
+        same_run(mine, plain)
+        if name not in ("ngram", "preempted", "static"):
+            same_run(mine, plain, params)
+        assert mine.stats()["experts_misses"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", ["lru", "lfu", "layer_lru", "arc", "s3_fifo", "least_stale", "a2cr", "a2cr_adaptive"]
+)
+def test_every_policy(policy: str) -> None:
+    with opened(DEEP) as plain, opened(DEEP, experts={"resident": 0.3, "policy": policy}) as mine:
+        same_run(checked(mine), plain)
+
+
+def test_all_of_them_resident_is_the_plain_engine() -> None:
+    """No part of a step waits for the host where nothing can be absent."""
+    with opened(TWO_LAYERS, experts={"resident": 1.0}) as mine:
+        assert type(mine.runner).__name__ == "DeviceRunner" and mine.engine.tiers is None
+
+
+def test_slots_written_by_a_program_hold_what_memory_would() -> None:
+    with opened(DEEP, experts={"resident": 0.3}) as mine:
+        tiers = slots_of(checked(mine))
+        assert tiers.in_place  # on a CPU
+        wanted = mine.generate(PROMPTS, GREEDY)
+        tiers.in_place = False
+        tiers._forget()
+        again = mine.generate(PROMPTS, GREEDY)
+        assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
+
+
+def test_a_variant_has_the_same_slots() -> None:
+    with opened(DEEP, experts={"resident": 0.3}) as mine:
+        other = mine.variant(dataclasses.replace(mine.engine_config, overlap=False))
+        wanted = mine.generate(PROMPTS, GREEDY)
+        assert slots_of(other) is slots_of(mine)
+        again = checked(other).generate(PROMPTS, GREEDY)
+        assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
+        other.close()
+        assert mine.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+
+
+def test_replay_and_capture_are_the_engine_s(tmp_path: Path) -> None:
+    with opened(DEEP) as plain:
+        plain.generate(PROMPTS, dataclasses.replace(GREEDY, temperature=1.0, seed=1))
+        path = plain.routing_capture().save(tmp_path / "routing.npz")
+    with (
+        opened(DEEP, replay_routing=str(path)) as plain,
+        opened(DEEP, experts={"resident": 0.3}, replay_routing=str(path)) as mine,
+    ):
+        params = dataclasses.replace(GREEDY, temperature=1.0, seed=1)
+        same_run(checked(mine), plain, params)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "few_slots": ({"experts": {"resident": 0.2}}, r"engine\.experts\.resident: 6 slots .* do not hold the 8"),
+    "few_bytes": ({"tiers": {"device_gb": 1e-6}}, r"engine\.tiers\.device_gb: 0 slots"),
+    "both": ({"experts": {"resident": 0.5}, "tiers": {"device_gb": 1.0}}, "both say how many"),
+    "host": (
+        {"experts": {"resident": 0.5}, "tiers": {"host_gb": 1e-5}},
+        r"engine\.tiers\.host_gb=1e-05 does not hold the experts",
+    ),
+    "mesh": ({"experts": {"resident": 0.5}, "parallel": ParallelConfig(ep=2)}, "slots are of one device"),
+    "capacity": (
+        {"experts": {"resident": 0.5}, "moe": MoeConfig(execution="capacity")}, "which runs all experts",
+    ),
+    "calibrated": (
+        {"experts": {"resident": 0.5}, "quant": QuantConfig(method="gptq", format="int4_g16")}, "calibrates",
+    ),
+    "drafts": (
+        {"experts": {"resident": 0.5}, "speculation": SpeculationConfig(method="self_experts")},
+        "drafts in steps of its own",
+    ),
+    "h2o": (
+        {"experts": {"resident": 0.5}, "kv_policy": KvPolicyConfig(method="h2o", budget=16)}, "weighs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_go_together(name: str) -> None:
+    options, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        opened(DEEP, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_needs_the_whole_model_says_so() -> None:
+    with opened(DEEP, experts={"resident": 0.5}) as mine:
+        with pytest.raises(ConfigError, match="no whole model"):
+            _ = mine.model
+        with pytest.raises(ConfigError, match="update_weights"):
+            mine.update_weights({"norm.scale": np.ones(32, np.float32)})
+    with pytest.raises(ConfigError, match="without experts|no experts"):
+        opened(
+            TWO_LAYERS.replace(moe_layers=(False, False)), experts={"resident": 0.5}, capture_routing=False
+        )
+
+
+def test_memory_counts_slots_and_what_lies_below() -> None:
+    with opened(DEEP) as plain, opened(DEEP, experts={"resident": 0.5}) as mine:
+        whole, records = plain.memory.held.expert_weights, slots_of(mine).records
+        assert mine.memory.held.expert_weights == whole / 2 == slots_of(mine).nbytes
+        below = records.count * records.nbytes * (jax.default_backend() == "cpu")
+        assert mine.memory.beside == plain.memory.beside + below
