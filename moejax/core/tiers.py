@@ -73,8 +73,6 @@ class ExpertsConfig(Checked, section="engine.experts"):
         policy: which expert leaves its slot for another (`moejax.routing.residency`).
         a2cr: numbers of the policies "a2cr" and "a2cr_adaptive".
         tier: where all experts lie: in the host's memory, or in a file on disk.
-        miss: what a step does about an expert without a slot. "wait" copies it into one. "host" computes its
-            tokens where it lies; "auto" takes whatever takes less time, by measured costs.
         prefetch: experts that are fetched while the layer before them is computed: none, or those that the
             next layer's router would choose by this layer's input ("next_router").
     """
@@ -83,7 +81,6 @@ class ExpertsConfig(Checked, section="engine.experts"):
     policy: ResidentPolicy = "layer_lru"
     a2cr: ExpertsA2crConfig = field(default_factory=ExpertsA2crConfig)
     tier: Literal["host", "disk"] = "host"
-    miss: Literal["wait", "host", "auto"] = "wait"
     prefetch: Literal["none", "next_router"] = "none"
 
 
@@ -92,7 +89,8 @@ class TiersConfig(Checked, section="engine.tiers"):
     """The memories that experts lie in, and how a disk is read.
 
     Attributes:
-        device_gb: memory of the device for slots in units of 10^9 bytes, instead of `engine.experts.resident`.
+        device_gb: memory of the device for slots in units of 10^9 bytes, in place of the share
+            `engine.experts.resident`.
         host_gb: memory of the host for experts in units of 10^9 bytes: with `engine.experts.tier=host` they
             must all fit (None: any number), with "disk" so many of those that were read last stay (None:
             none).

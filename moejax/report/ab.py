@@ -13,6 +13,7 @@ from moejax.report.compare_plots import forest
 from moejax.report.compare_tables import verdict_tables, verdicts_table
 from moejax.report.determinism import determinism_table, eviction_table, mismatch_table
 from moejax.report.figure import legend_below, new_figure
+from moejax.report.offload import tiers_table
 from moejax.report.speculation import speculation_table
 from moejax.report.style import COLORS, run_title
 from moejax.report.tables import (
@@ -82,6 +83,8 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
         tables.append(mismatch_table(result["mismatch"]))
     if result.get("eviction"):
         tables.append(eviction_table(result["eviction"]))
+    if result.get("tiers"):
+        tables.append(tiers_table(result["tiers"]))
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

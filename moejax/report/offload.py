@@ -1,21 +1,26 @@
 """Tables and plot of `experiments.offload`. No JAX here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Table
 
 from moejax.report.figure import legend_below, new_figure
 from moejax.report.style import nth_color, run_title
-from moejax.report.tables import Column, column_table, rounded
+from moejax.report.tables import Column, column_table, metric_columns, rounded
 
 _NOTE = """\
 hits: % of the accesses; gap: to Belady's, in points; both with their bootstrap interval over traces
 moved: MB of experts without prefetch; stall: % of the time that waits for experts, without prefetch
 and with the experts prefetched that the layer visited a token before, or that a table foresees
 """
+
+_TIERS = """\
+hits of the experts needed, beside Belady's on the same routing; misses, bytes moved to the device and read
+from disk a step; wait: of the time; precision and recall of what was prefetched"""
 
 
 def _percent(value: float) -> str:
@@ -51,6 +56,18 @@ def print_offload(result: Mapping[str, Any], console: Console) -> None:
     predictors += [Column(f"{key} %", partial(_between, key)) for key in ("precision", "recall")]
     console.print(column_table(None, predictors, result["predictors"]))
     console.print(_NOTE, highlight=False)
+
+
+def tiers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a line for each engine with experts in tiers: what it finds resident, and what it waits for."""
+    columns = [Column(name, name, left=True) for name in ("variant", "tier", "policy")]
+    columns.append(Column("resident\n%", "resident_share", 100, _percent))
+    names = ("hit_rate", "best_hit_rate", "step_misses", "step_moved_bytes", "step_read_bytes", "wait_share")
+    columns += metric_columns(*names)
+    if any(row["precision"] is not None for row in rows):
+        columns += metric_columns("precision", "recall")
+    columns += metric_columns("slot_bytes", "below_bytes")
+    return column_table("experts in tiers: the largest batch, from empty slots", columns, rows, _TIERS)
 
 
 def hits_plot(result: Mapping[str, Any]) -> Figure:

@@ -43,7 +43,8 @@ FAMILIES = {
 
 def opened(config: ModelConfig, tmp_path: Path | None = None, **options: Any) -> LLM:
     """An engine; `experts` and `tiers` are its sections' fields, a path is the disk's folder."""
-    tiers = TiersConfig(**({"disk_dir": str(tmp_path)} if tmp_path else {}), **options.pop("tiers", {}))
+    folder = None if tmp_path is None else str(tmp_path)
+    tiers = TiersConfig(disk_dir=folder, **options.pop("tiers", {}))
     experts = ExpertsConfig(**options.pop("experts", {}))
     outside = {name: options.pop(name) for name in ("quant", "parallel") if name in options}
     engine = dataclasses.replace(ENGINE, experts=experts, tiers=tiers, **options)
@@ -81,7 +82,8 @@ def same_run(mine: LLM, plain: LLM, params: SamplingParams = GREEDY) -> None:
     for one, other in zip(outputs, wanted, strict=True):
         for sample, twin in zip(one.outputs, other.outputs, strict=True):
             assert sample.token_ids == twin.token_ids
-            assert_close([x.logprob for x in sample.logprobs], [x.logprob for x in twin.logprobs], tol)
+            told, other_told = ([x.logprob for x in each.logprobs or ()] for each in (sample, twin))
+            assert_close(told, other_told, tol)
     if mine.engine_config.capture_routing:
         trace, twin_trace = mine.routing_capture(), plain.routing_capture()
         assert np.array_equal(trace.ids, twin_trace.ids)
@@ -93,7 +95,6 @@ def same_run(mine: LLM, plain: LLM, params: SamplingParams = GREEDY) -> None:
     slow_but(
         [
             ("gqa", {"resident": 0.5}),
-            ("latents", {"resident": 0.3, "tier": "disk", "prefetch": "next_router"}),
         ],
         [
             (family, experts)
@@ -137,13 +138,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tiles": {"deterministic": "tiles", "tile_tokens": 4},
     "static": {"batching": "static"},
     "by_batch": {"moe": MoeConfig(routing=RoutingPolicy("batch"))},
-    "kernels": {"kernels": "pallas_triton"},
+    "kernels": {"kernels": "pallas_triton", "block_size": 8, "num_blocks": 16},
     "efd": {"moe": MoeConfig(expert_layout="efd")},
     "int8_cache": {"quant": QuantConfig(kv_cache="int8")},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["int8"], OPTIONS))
+@pytest.mark.parametrize("name", slow_but([], OPTIONS))
 def test_with_the_engine_s_other_options(name: str) -> None:
     options, params = OPTIONS[name], dataclasses.replace(GREEDY, n=2, seed=3, temperature=0.8)
     with opened(DEEP, **options) as plain, opened(DEEP, experts={"resident": 0.4}, **options) as mine:
@@ -170,18 +171,19 @@ def test_all_of_them_resident_is_the_plain_engine() -> None:
 
 
 def test_slots_written_by_a_program_hold_what_memory_would() -> None:
-    with opened(DEEP, experts={"resident": 0.3}) as mine:
+    with opened(DEEP, experts={"resident": 0.5}) as mine:
         tiers = slots_of(checked(mine))
         assert tiers.in_place  # on a CPU
         wanted = mine.generate(PROMPTS, GREEDY)
         tiers.in_place = False
-        tiers._forget()
+        tiers.clear()
         again = mine.generate(PROMPTS, GREEDY)
         assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
 
 
+@pytest.mark.slow
 def test_a_variant_has_the_same_slots() -> None:
-    with opened(DEEP, experts={"resident": 0.3}) as mine:
+    with opened(DEEP, experts={"resident": 0.5}) as mine:
         other = mine.variant(dataclasses.replace(mine.engine_config, overlap=False))
         wanted = mine.generate(PROMPTS, GREEDY)
         assert slots_of(other) is slots_of(mine)
@@ -191,6 +193,7 @@ def test_a_variant_has_the_same_slots() -> None:
         assert mine.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_replay_and_capture_are_the_engine_s(tmp_path: Path) -> None:
     with opened(DEEP) as plain:
         plain.generate(PROMPTS, dataclasses.replace(GREEDY, temperature=1.0, seed=1))
@@ -238,11 +241,11 @@ def test_what_does_not_go_together(name: str) -> None:
 
 def test_what_needs_the_whole_model_says_so() -> None:
     with opened(DEEP, experts={"resident": 0.5}) as mine:
-        with pytest.raises(ConfigError, match="no whole model"):
+        with pytest.raises(ConfigError, match="there is no whole model"):
             _ = mine.model
         with pytest.raises(ConfigError, match="update_weights"):
             mine.update_weights({"norm.scale": np.ones(32, np.float32)})
-    with pytest.raises(ConfigError, match="without experts|no experts"):
+    with pytest.raises(ConfigError, match=r"without experts|no experts"):
         opened(
             TWO_LAYERS.replace(moe_layers=(False, False)), experts={"resident": 0.5}, capture_routing=False
         )

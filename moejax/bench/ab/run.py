@@ -13,6 +13,7 @@ from moejax.bench.ab.judge import Judged, check_rounds, judge, judged_metrics, v
 from moejax.bench.ab.measure import BatchLoad, Load, TrafficLoad, orders, run_rounds, warm_up_all
 from moejax.bench.ab.mismatch import check_mismatch, mismatch_rows
 from moejax.bench.ab.speculation import speculation_rows
+from moejax.bench.ab.tiers import tiers_rows
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.common.agreement import token_agreement
@@ -29,7 +30,7 @@ from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields, paired_ratio
 
-_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch", "eviction")
+_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch", "eviction", "tiers")
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
@@ -243,6 +244,7 @@ def _build(
         determinism=determinism,
         mismatch=mismatch_rows(arms, load) if ab.mismatch else [],
         eviction=eviction_rows(arms, load),
+        tiers=tiers_rows(arms, load),
         **ladder,
     )
 

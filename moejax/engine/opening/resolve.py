@@ -110,8 +110,8 @@ class ResolvedEngine:
         shared = ("moe", "kernels", "adapters", "experts", "tiers")
         if any(getattr(engine, name) != getattr(self.engine, name) for name in shared):
             raise ConfigError(
-                "a variant shares its weights, and so engine.moe, engine.kernels and engine.adapters; build "
-                "another LLM"
+                "a variant shares its weights, and so engine.moe, engine.kernels, engine.adapters, "
+                "engine.experts and engine.tiers; build another LLM"
             )
         limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
         policy = make_policy(engine, jax.process_count())

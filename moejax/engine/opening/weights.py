@@ -1,5 +1,6 @@
 """Reads a resolved model's weights, or draws them, onto its devices, and quantizes them on the way."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -77,7 +78,7 @@ class Weights:
             )
         if self.tiers is not None:
             raise ConfigError(
-                "engine.experts.resident: not all experts are on the device, and there is no whole model; open "
+                "engine.experts.resident: not all experts are on the device, there is no whole model; open "
                 "another LLM without it"
             )
         return self.stages[0]
@@ -108,14 +109,18 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
     ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
     tiers = load(resolved, fill=False).tiers if fill and resolved.engine.experts_in_tiers else None
-    if tiers is not None:
-        tiers.open(functools.partial(_identity, resolved))
-    stages = [
-        load_stage(
-            resolved, place, layers, functools.partial(_store, rounding, tiers, place) if fill else None
-        )
-        for place, layers in zip(resolved.places, ranges, strict=True)
-    ]
+    with contextlib.ExitStack() as failed:
+        if tiers is not None:
+            failed.callback(tiers.close)
+            tiers.open(functools.partial(_identity, resolved))
+        stages = [
+            load_stage(
+                resolved, place, layers, functools.partial(_store, rounding, tiers, place) if fill else None
+            )
+            for place, layers in zip(resolved.places, ranges, strict=True)
+        ]
+        settled = [] if tiers is None else [tiers.finish()]
+        failed.pop_all()
     report = None
     if not fill:
         for stage in stages:
@@ -139,7 +144,7 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]
     if tiers is not None:
         functions = [PartFunctions(stages[0], foresees=tiers.config.prefetch == "next_router")]
-        resolutions = [*resolutions, tiers.finish()]
+        resolutions = [*resolutions, *settled]
     return Weights(
         stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions), tiers
     )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache.pool import PagedCache, Pages, States
-from moejax.core.config import ModelConfig
 from moejax.core.moe import Product, TunedMoe
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.step.batch import Batch, unpack
@@ -197,7 +196,7 @@ def run_layers(
         valid=(positions >= 0)[:, None],
         cache=cache,
         rope_lens=batch.rope_len,
-        routing=None if replay is None else replayed(model.config, replay, model.stage),
+        routing=None if replay is None else replayed(model, replay),
         adapters=batch.adapter,
     )
 
@@ -211,13 +210,13 @@ def capture(traces: Sequence[RoutingTrace | None], num_experts: int) -> Captured
     return Captured(ids.astype(id_dtype(num_experts)), jnp.stack([t.weights[:, 0] for t in sparse], axis=1))
 
 
-def replayed(config: ModelConfig, whole: Replay, stage: range | None = None) -> list[Replay | None]:
-    """Maps `[S + T, L, k]` of the whole model to `[S + T, 1, k]` of each layer of a stage (None: all), None
-    of a dense one."""
+def replayed(model: Decoder, whole: Replay) -> list[Replay | None]:
+    """Maps `[S + T, L, k]` of the whole model to `[S + T, 1, k]` of each layer here, None of a dense one."""
     assert whole.weights is not None
     by_layer: list[Replay | None] = []
-    for layer in stage or range(config.num_layers):
-        place, sparse = sum(config.moe_layers[:layer]), config.moe_layers[layer]
+    for layer in model.stage:
+        place = sum(model.config.moe_layers[:layer])
+        sparse = model.config.moe_layers[layer]
         parts = (whole.ids[:, place, None], whole.weights[:, place, None]) if sparse else None
         by_layer.append(None if parts is None else Replay(*parts))
     return by_layer

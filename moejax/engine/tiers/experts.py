@@ -44,7 +44,7 @@ class ExpertTiers:
 
     Args:
         model: without values; its experts' arrays are alike in all layers.
-        tokens: the most that a step computes.
+        tokens: the most that a step computes (`check_room`).
 
     Attributes:
         layers: numbers of the layers with experts.
@@ -72,32 +72,38 @@ class ExpertTiers:
             if place and mine != shapes:
                 raise ConfigError(
                     f"engine.experts: the experts of layer {number} have other shapes or formats than those "
-                    f"of layer {self.layers[0]}, and could not share slots; quantize all of them alike"
+                    f"of layer {self.layers[0]} and could not share slots; quantize all of them alike"
                 )
             shapes = mine
         if any(shape[0] != self.num_experts for shape, _ in shapes):
             raise ConfigError(
-                "engine.experts: weights that the experts of a layer share, such as one scale for all, are no "
-                "part of any expert; take a quant.format with scales for each"
+                "engine.experts: what the experts of a layer share, such as one scale for all, is no part of "
+                "any expert; take a quant.format with scales for each"
             )
         every = len(self.layers) * self.num_experts
         self.records = Records(every, [(shape[1:], dtype) for shape, dtype in shapes])
         key, self.slots = "engine.experts.resident", int((config.resident or 1.0) * every)
         if tiers.device_gb is not None:
             key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.nbytes)
-        self.slots, least = min(self.slots, every), min(self.num_experts, tokens * top_k)
-        if self.slots < least:
-            raise ConfigError(
-                f"{key}: {self.slots} slots of {byte_words(self.records.nbytes)} do not hold the {least} experts "
-                f"that one step of up to {tokens} tokens may visit in one layer; raise it"
-                + (", or lower engine.max_num_batched_tokens" if least == self.num_experts else "")
-            )
+        self.slots, self._key, self._top_k = min(self.slots, every), key, top_k
+        self.check_room(tokens)
         self.arrays: list[Any] = [
             jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype) for leaf in self.records.leaves
         ]
         self.store: Store | None = None
         self.reset_stats()
-        self._forget()
+        self.clear()
+
+    def check_room(self, tokens: int) -> None:
+        """Raises `ConfigError` unless the slots hold what one layer may need in a step of so many tokens."""
+        least = min(self.num_experts, tokens * self._top_k)
+        if self.slots < least:
+            lower = "" if least == tokens * self._top_k else ", or lower engine.max_num_batched_tokens"
+            size = byte_words(self.records.nbytes)
+            raise ConfigError(
+                f"{self._key}: {self.slots} slots of {size} do not hold the {least} "
+                f"experts that a step of up to {tokens} tokens may visit in one layer; raise it{lower}"
+            )
 
     def open(self, identity: Callable[[], Any]) -> None:
         """Makes slots, and the store, to which `take` then brings the experts.
@@ -129,8 +135,8 @@ class ExpertTiers:
         jax.block_until_ready(self.arrays)
         self._memory = [memory_of(array) for array in self.arrays if self.in_place]
 
-    def _forget(self) -> None:
-        """Starts with empty slots."""
+    def clear(self) -> None:
+        """Empties all slots."""
         options = ReplayOptions(self.config.a2cr)
         shape = len(self.layers), self.num_experts
         self.residency = Residency(self.config.policy, *shape, self.slots, options)
@@ -142,7 +148,7 @@ class ExpertTiers:
         """Mends what a failed step has left: slots that it took along are made anew."""
         self._coming.clear()
         if any(isinstance(array, jax.Array) and array.is_deleted() for array in self.arrays):
-            self._forget()
+            self.clear()
             self._make_slots()
 
     def take(self, name: str, value: jax.Array) -> bool:
@@ -292,7 +298,6 @@ class ExpertTiers:
 
     def stats(self) -> dict[str, Any]:
         """Returns counts since the start or `reset_stats`, for `LLM.stats`."""
-        assert self.store is not None
         used = self.hits + self.misses
         return {
             "experts_slots": self.slots,
@@ -305,7 +310,7 @@ class ExpertTiers:
             "experts_wait_s": self.wait_s,
             "experts_foreseen": self.foreseen,
             "experts_foreseen_used": self.foreseen_used,
-            **self.store.describe(),
+            **(self.store.describe() if self.store else {}),
         }
 
 

@@ -24,7 +24,6 @@ from moejax.engine.step.program import (
     decoded_tokens,
     finish,
     flat_tokens,
-    replayed,
     separate_rows,
 )
 from moejax.engine.tiers.experts import split_layer
@@ -136,6 +135,7 @@ class PartFunctions(PagedFunctions):
         buffer: jax.Array,
         carried: Carried | None,
         table: jax.Array,
+        place: jax.Array,
         *,
         part: Part,
         key: StepKey,
@@ -149,6 +149,7 @@ class PartFunctions(PagedFunctions):
             slots: the experts that are resident, `[slots, ...]`.
             carried: of the part before.
             table: int32 `[E + 1]`, slots of the experts of `part.finishes`.
+            place: int32, that of `part.routes` among the layers with experts.
         """
         batch = unpack(buffer, key, limits)
         head: Any = self.head.merge(leaves[0], ()) if leaves[0] else None
@@ -166,7 +167,6 @@ class PartFunctions(PagedFunctions):
             state.pages, state.states, batch.slot, batch.seen_as, batch.attention, batch.window, kinds,
             limits.kernels, Evicted(limits.kv_policy.span, 0),
         )  # fmt: skip
-        replay = [None] * len(self.layers) if batch.replay is None else replayed(self.config, batch.replay)
         residual: Residual = None
         if part.finishes is None:
             x = head.embed(flat_tokens(batch, decoded_tokens(batch, state.last)))[:, None]
@@ -194,7 +194,8 @@ class PartFunctions(PagedFunctions):
         with jax.named_scope("layer"):
             told = told_of(self.config, part.routes, rope)
             x, residual, done = layer.attend(x, residual, told, positions, cache.layer(len(part.whole)))
-            routing = _routed(layer, x, residual, valid, replay[part.routes])
+            replay = batch.replay and jax.tree.map(lambda x: x[:, place], batch.replay)
+            routing = _routed(layer, x, residual, valid, replay)
             guess = None if part.foresees is None else _routed(next(merged), x, residual, valid, None).ids
         pages, states = self._written(cache, [*parts, done])
         carried = Carried(x, residual, routing.ids, routing.weights, guess)
@@ -214,11 +215,9 @@ class PartFunctions(PagedFunctions):
 def _routed(
     layer: DecoderLayer, x: jax.Array, residual: Residual, valid: jax.Array, replay: Replay | None
 ) -> Any:
-    """Returns a layer's routing `[N, k]` of what its second half takes."""
+    """Returns a layer's routing `[N, k]` of what its second half takes, that of `replay` where given."""
     assert layer.moe is not None
     normed, _ = layer.post_attention_norm.add(x, residual)
-    if replay is not None:
-        replay = Replay(replay.ids[:, 0], None if replay.weights is None else replay.weights[:, 0])
     return layer.moe.router(normed[:, 0], valid[:, 0], replay)
 
 

@@ -40,6 +40,7 @@ class TieredRunner(DeviceRunner):
     def __init__(self, *args: Any, tiers: ExpertTiers, **options: Any) -> None:
         self.tiers = tiers
         super().__init__(*args, **options)
+        tiers.check_room(self.config.max_num_batched_tokens)
         parts, leaves_of = self.functions.parts, self.functions.leaves_of
         self._parts = [(part, part.attends, leaves_of(part)) for part in parts]
         self._compiled: dict[StepKey, list[Any]] = {}
@@ -63,7 +64,9 @@ class TieredRunner(DeviceRunner):
             held = self.last if first or last else cast(Any, None)
             seen = self._seen_of(key) if last else None
             given = DeviceState(pages, tuple(states[i] for i in attends), held, seen)
-            state, out = programs[number](leaves, given, tiers.arrays, placed, carried, table)
+            state, out = programs[number](
+                leaves, given, tiers.arrays, placed, carried, table, np.int32(number)
+            )
             for at, layer in enumerate(attends):
                 states[layer] = state.states[at]
                 for segment, new in zip(segments, state.pages, strict=True):
@@ -119,12 +122,8 @@ class TieredRunner(DeviceRunner):
         part, limits = self.functions.parts[number], self.limits
 
         def build() -> Any:
-            def run(
-                leaves: Any, state: DeviceState, slots: Any, buffer: jax.Array, carried: Any, table: jax.Array
-            ) -> Any:
-                return self.functions.run(
-                    leaves, state, slots, buffer, carried, table, part=part, key=key, limits=limits
-                )
+            def run(*given: Any) -> Any:
+                return self.functions.run(*given, part=part, key=key, limits=limits)
 
             return self.place.compiled(run, shapes(), donate=1, output=True)
 
@@ -159,4 +158,5 @@ class TieredRunner(DeviceRunner):
             place.struct((layout(key, self.limits)[1],), jnp.int32),
             carried,
             place.struct((model.num_experts + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
         )

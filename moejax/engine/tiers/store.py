@@ -12,7 +12,7 @@ import threading
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ class DiskStore:
         self._file = -1
         self.written = self._open()
         if not self.written:
-            with os_errors(OutputError, f"cannot write {self.path}"):
+            with self._writing():
                 folder.mkdir(parents=True, exist_ok=True)
                 self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
                 _remove_left_over(self.path)
@@ -174,7 +174,7 @@ class DiskStore:
         assert self._partial is not None
         self._put(np.frombuffer(len(self._header).to_bytes(8, "little") + self._header, np.uint8), 0)
         self._put(_bytes(self._sums), self._end)
-        with os_errors(OutputError, f"cannot write {self.path}"):
+        with self._writing():
             os.fsync(self._file)
             os.close(self._file)
             self._file = -1
@@ -182,9 +182,19 @@ class DiskStore:
         self._partial, self.written = None, self._open()
         assert self.written
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises as `OutputError`, and leaves nothing behind, where the body cannot write."""
+        try:
+            with os_errors(OutputError, f"cannot write {self.path}"):
+                yield
+        except BaseException:
+            self.close()
+            raise
+
     def _put(self, data: Bytes, at: int) -> None:
         left = data.data
-        with os_errors(OutputError, f"cannot write {self.path}"):
+        with self._writing():
             while left:
                 done = os.pwrite(self._file, left, at)
                 left, at = left[done:], at + done
