@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SpeculationConfig,
         Tenant,
     )
+    from moejax.core.tiers import ExpertsConfig, TiersConfig
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
     from moejax.engine.search import BeamSearchParams, beam_search
@@ -46,6 +47,8 @@ _HOMES = {
     "SloClass": "moejax.core.scheduling",
     "SpeculationConfig": "moejax.core.scheduling",
     "Tenant": "moejax.core.scheduling",
+    "ExpertsConfig": "moejax.core.tiers",
+    "TiersConfig": "moejax.core.tiers",
 }
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "BeamSearchParams",
     "Checkpoint",
     "EngineConfig",
+    "ExpertsConfig",
     "ModelConfig",
     "MoeConfig",
     "ParallelConfig",
@@ -68,6 +72,7 @@ __all__ = [
     "SloClass",
     "SpeculationConfig",
     "Tenant",
+    "TiersConfig",
     "__version__",
     "beam_search",
     "load_pretrained",

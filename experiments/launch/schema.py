@@ -358,6 +358,11 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
+        if self.engine.experts_in_tiers:
+            raise ConfigError(
+                "engine.experts.resident, engine.tiers.device_gb: a simulation has all experts on devices; "
+                "leave them null"
+            )
         if (policy := self.engine.kv_policy.method) != "none":
             raise ConfigError(
                 f"engine.kv_policy.method={policy}: a simulation's attention reads whole contexts; use none"

@@ -123,6 +123,6 @@ def _open(
 
 # Of the engine's settings, what is settled as the weights are laid out, or moves them.
 _WITH_WEIGHTS = (
-    "moe", "adapters", "experts", "tiers", "kernels", "platform", "compile_cache", "capture_routing", "replay_routing",
-    "rebalance", "autotune", "autotune_budget_s", "autotune_choices",
+    "moe", "adapters", "experts", "tiers", "kernels", "platform", "compile_cache", "capture_routing",
+    "replay_routing", "rebalance", "autotune", "autotune_budget_s", "autotune_choices",
 )  # fmt: skip

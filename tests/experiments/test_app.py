@@ -263,7 +263,7 @@ MISTAKES = [
         ["experiment=foo"],
         [
             "unknown preset 'foo' (known: ab, deterministic, kv_eviction, latency_matrix,",
-            "quick, rollouts, speculation)",
+            "quick, rollouts, speculation, tiers)",
         ],
     ),
     (["experiment=train_smoke"], ["a preset of train: python -m experiments.train experiment=train_smoke"]),
@@ -512,7 +512,7 @@ def test_shown_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
             ["--help"],
             "experiment: ab, deterministic, kv_eviction, latency_matrix, latency_matrix_a100, lora, ",
         ),
-        (["--help"], "peers_medium_dummy, quick, rollouts, speculation\nhardware: "),
+        (["--help"], "peers_medium_dummy, quick, rollouts, speculation, tiers\nhardware: "),
         (["--cfg", "job"], "path: tiny"),
         (["--cfg", "job", "-p", "workload", "--resolve"], "seed: 0"),
         (["--info", "defaults"], "workload/latency"),
