@@ -1,12 +1,16 @@
 """Experts in tiers: the tokens of the engine that has them all, within budgets, whatever is asked for."""
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moejax import (
     LLM,
@@ -18,7 +22,7 @@ from moejax import (
     QuantConfig,
     SamplingParams,
 )
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, StepError
 from moejax.core.moe import RoutingPolicy
 from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
 from moejax.core.tiers import ExpertsConfig, TiersConfig
@@ -257,3 +261,89 @@ def test_memory_counts_slots_and_what_lies_below() -> None:
         assert mine.memory.held.expert_weights == whole / 2 == slots_of(mine).nbytes
         below = records.count * records.nbytes * (jax.default_backend() == "cpu")
         assert mine.memory.beside == plain.memory.beside + below
+
+
+def test_faults_of_the_disk_end_their_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed byte: one line, and the engine goes on. An error that passes: computed again."""
+    options: dict[str, Any] = {"experts": {"resident": 0.5, "tier": "disk"}, "overlap": True, "retries": 1}
+    with opened(DEEP, tmp_path, **options) as mine:
+        wanted = mine.generate(PROMPTS, GREEDY)
+        tiers = slots_of(checked(mine))
+        store, read, left = tiers.store, os.preadv, [20]
+
+        def failing(*given: Any) -> int:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(*given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "preadv", failing)
+            again = mine.generate(PROMPTS, GREEDY)
+        assert left[0] < 0 and mine.stats()["failed_steps"] == 1
+        assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
+        whole = store.path.read_bytes()
+        damaged = np.frombuffer(whole, np.uint8).copy()
+        damaged[store._first :: store.records.stride] ^= 1  # of every expert
+        store.path.write_bytes(damaged.tobytes())
+        tiers.clear()
+        with pytest.raises(StepError, match=r"experts: expert \d+ was changed; remove the file") as caught:
+            mine.generate(PROMPTS, GREEDY)
+        assert "\n" not in str(caught.value)
+        tiers.check_integrity()
+        store.path.write_bytes(whole)
+        again = mine.generate(PROMPTS, GREEDY)
+        assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
+
+
+def test_a_step_that_fails_with_the_slots_makes_them_anew() -> None:
+    with opened(DEEP, experts={"resident": 0.5}) as mine:
+        wanted = mine.generate(PROMPTS[0], GREEDY)
+        for array in slots_of(mine).arrays:
+            array.delete()
+        mine.engine._forget()
+        again = checked(mine).generate(PROMPTS[0], GREEDY)
+        assert again[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_budget_policy_and_fault(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Exact tokens or one clear error; slots conserved and never above the budget, at every step."""
+    draw = data.draw
+    experts = {
+        "resident": draw(st.sampled_from([0.25, 0.5, 0.9])),
+        "policy": draw(st.sampled_from(["lru", "layer_lru", "arc", "s3_fifo", "a2cr_adaptive"])),
+        "tier": draw(st.sampled_from(["host", "disk"])),
+        "prefetch": draw(st.sampled_from(["none", "next_router"])),
+    }
+    tiers = {"queue_depth": draw(st.integers(1, 4)), "direct": draw(st.booleans())}
+    if experts["tier"] == "disk":
+        tiers["host_gb"] = draw(st.sampled_from([None, 2e-5, 1e-4]))
+    share = draw(st.sampled_from([0.0, 0.01]))
+    rng, read = np.random.default_rng(draw(st.integers(0, 2**20))), os.preadv
+
+    def failing(*given: Any) -> int:
+        if rng.random() < share:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*given)
+
+    folder = tmp_path_factory.mktemp("experts")
+    with opened(DEEP) as plain, opened(DEEP, folder, experts=experts, tiers=tiers) as mine:
+        wanted = plain.generate(PROMPTS, GREEDY)
+        checked(mine)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "preadv", failing)
+            for _ in range(3):
+                try:
+                    outputs = mine.generate(PROMPTS, GREEDY)
+                except StepError as error:
+                    assert share and "\n" not in str(error) and "Input/output error" in str(error)
+                    outputs = error.outputs
+                for mine_, other in zip(outputs, wanted, strict=True):
+                    got, want = mine_.outputs[0].token_ids, other.outputs[0].token_ids
+                    assert got == want or (mine_.error and got == want[: len(got)])
+                slots_of(mine).check_integrity()
+        kept = slots_of(mine).store.describe()["experts_host_bytes"]
+        assert experts["tier"] == "host" or kept <= 1e9 * (tiers["host_gb"] or 0)
