@@ -50,7 +50,7 @@ from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.models.registry import config_to_hf
 from moejax.moe.replicas import held_experts
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, specs
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, Skip, assign, iter_params, specs
 from moejax.nn.quantized import replace_weights
 from moejax.quantization.checkpoints.convention import Convention
 from moejax.sharding.distributed import broadcast
@@ -104,6 +104,7 @@ def load_pretrained(
     shardings: Callable[[Mapping[str, ParamSpec]], Mapping[str, Sharding]] | None = None,
     expert_of: ExpertOf | None = None,
     store: OnValue | None = assign,
+    skip: Skip = lambda name: False,
     dequantize: bool = False,
 ) -> Loaded:
     """Reads a Hugging Face directory, or a shipped model by name.
@@ -121,6 +122,7 @@ def load_pretrained(
         expert_of: for a model with replicas of experts, which one each slot holds.
         store: takes each value as soon as it is on its devices (`moejax.engine.opening.quantize`); None: no
             value is read, and the model has shapes only.
+        skip: weights that are not read.
         dequantize: makes floating-point weights of quantized ones.
 
     Raises:
@@ -146,7 +148,13 @@ def load_pretrained(
         if not dequantize:
             replace_weights(model, quantized.formats)
         placed, faults = None if shardings is None else shardings(specs(model)), Faults()
-        where: Any = {"shardings": placed, "expert_of": expert_of, "faults": faults, "store": store}
+        where: Any = {
+            "shardings": placed,
+            "expert_of": expert_of,
+            "faults": faults,
+            "store": store,
+            "skip": skip,
+        }
         if store is not None:
             fill_quantized(model, files, quantized, **where)
             fill_model(model, files, plan, **where, source=str(path))

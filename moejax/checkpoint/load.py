@@ -18,7 +18,7 @@ from moejax.checkpoint.plan import Faults, LoadPlan, Source
 from moejax.checkpoint.tensors import TensorFiles
 from moejax.core.errors import ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params, slots_of
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, Skip, assign, iter_params, slots_of
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -49,12 +49,14 @@ def fill_model(
     source: str,
     store: OnValue = assign,
     faults: Faults | None = None,
+    skip: Skip = lambda name: False,
 ) -> None:
     """Gives every parameter that the plan names its values, all shards of this process.
 
     Args:
         faults: what is wrong with others, to be listed with the rest.
         store: takes each value when it is on its devices, before the next is read.
+        skip: parameters that are not read.
 
     Raises:
         CheckpointError: NaN, infinities or, for float16, values beyond its range; all tensors are named in
@@ -63,7 +65,7 @@ def fill_model(
     """
     faults = faults or Faults()
     for name, param in iter_params(model):
-        if name not in plan:
+        if name not in plan or skip(name):
             continue
         spec = param.get_metadata("spec")
         slots = expert_slots(name, spec, expert_of, model.config.num_experts)

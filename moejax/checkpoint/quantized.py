@@ -22,7 +22,7 @@ from moejax.checkpoint.plan import Faults, canonical_key
 from moejax.checkpoint.tensors import STORED_DTYPES, TensorFiles
 from moejax.core.errors import CheckpointError, ConfigError
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ExpertOf, OnValue, ParamSpec, assign, iter_params
+from moejax.nn.param import ExpertOf, OnValue, ParamSpec, Skip, assign, iter_params
 from moejax.nn.quantized import quantized_weights
 from moejax.quantization.arithmetic import dequantize_stored
 from moejax.quantization.checkpoints.convention import Convention, Role
@@ -281,6 +281,7 @@ def fill_quantized(
     expert_of: ExpertOf | None,
     faults: Faults,
     store: OnValue = assign,
+    skip: Skip = lambda name: False,
 ) -> None:
     """Gives the quantized parameters of the plan their values: a `QuantizedWeight` its arrays, any other
     parameter the floating-point values.
@@ -288,7 +289,8 @@ def fill_quantized(
     Args:
         shardings: path → sharding, of the model as it is (with the arrays of quantized weights).
         faults: values that are no weights, or that the configuration rules out, are added.
-        store: takes floating-point values.
+        store: takes each array when it is on its devices.
+        skip: weights that are not read, by the path of the whole.
     """
     weights, params = dict(quantized_weights(model)), dict(iter_params(model))
 
@@ -296,6 +298,8 @@ def fill_quantized(
         return None if shardings is None else shardings[key]
 
     for path, matrices in plan.matrices.items():
+        if skip(path):
+            continue
         weight, fmt = weights.get(path), plan.formats[path]
         declared = weight.stands_for if weight is not None else params[path].get_metadata("spec")
         slots = expert_slots(path, declared, expert_of, model.config.num_experts)
@@ -317,8 +321,7 @@ def fill_quantized(
         for name, (key, param) in targets.items():
             spec = param.get_metadata("spec")
             value = to_array(spec, where(key), blocks.pop(name))
-            take = assign if weight is not None else store
-            take(key, param, jax.block_until_ready(value))
+            store(key, param, jax.block_until_ready(value))
 
 
 def _destinations(

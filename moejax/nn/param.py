@@ -152,6 +152,10 @@ OnValue = Callable[[str, nnx.Param, jax.Array], None]
 """Takes a parameter's value when it is there: path, parameter, value."""
 
 
+Skip = Callable[[str], bool]
+"""Tells of a parameter, by its path, whether its value is not wanted, and neither drawn nor read."""
+
+
 def assign(name: str, param: nnx.Param, value: jax.Array) -> None:
     """Stores a value as it is: the `OnValue` of a model that is not quantized on the way."""
     param.set_value(value)
@@ -164,6 +168,7 @@ def initialize(
     *,
     expert_of: ExpertOf | None = None,
     store: OnValue = assign,
+    skip: Skip = lambda name: False,
 ) -> None:
     """Fills every parameter in place by its initialiser.
 
@@ -174,12 +179,15 @@ def initialize(
         expert_of: for a model with replicas of experts, which one each slot holds; slots with the same expert
             get the same values.
         store: takes each value as soon as it is drawn, before the next.
+        skip: parameters that stay without values.
 
     Raises:
         ConfigError: `expert_of` does not fit.
     """
     programs: dict[Any, Any] = {}
     for name, param in iter_params(model):
+        if skip(name):
+            continue
         spec = param.get_metadata("spec")
         slots, path = slots_of(name, spec, expert_of), np.uint32(zlib.crc32(name.encode()))
         if shardings is None:

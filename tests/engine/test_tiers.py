@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moejax.core.errors import ConfigError, StepError
 from moejax.core.moe import RoutingPolicy
 from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
 from moejax.core.tiers import ExpertsConfig, TiersConfig
+from moejax.engine.tiers.store import DiskStore
 from tests.examples import slow_but
 from tests.model_shapes import LATENT, SINKS, TWO_LAYERS
 from tests.numerics import assert_close, tolerance
@@ -81,14 +83,16 @@ def checked(llm: LLM) -> LLM:
 
 def same_run(mine: LLM, plain: LLM, params: SamplingParams = GREEDY) -> None:
     """Tokens, log-probabilities and routing of both."""
-    tol = tolerance(32, 32, 32)
+    tol, captures = tolerance(32, 32, 32), mine.engine_config.capture_routing
+    for llm in (mine, plain) if captures else ():
+        llm.reset_capture()
     outputs, wanted = mine.generate(PROMPTS, params), plain.generate(PROMPTS, params)
     for one, other in zip(outputs, wanted, strict=True):
         for sample, twin in zip(one.outputs, other.outputs, strict=True):
             assert sample.token_ids == twin.token_ids
             told, other_told = ([x.logprob for x in each.logprobs or ()] for each in (sample, twin))
             assert_close(told, other_told, tol)
-    if mine.engine_config.capture_routing:
+    if captures:
         trace, twin_trace = mine.routing_capture(), plain.routing_capture()
         assert np.array_equal(trace.ids, twin_trace.ids)
         assert_close(trace.weights, twin_trace.weights, tol)
@@ -186,6 +190,28 @@ def test_slots_written_by_a_program_hold_what_memory_would() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quant", [QuantConfig(), QuantConfig(method="rtn", format="int4_g16")])
+def test_checkpoints_in_tiers(quant: QuantConfig, tmp_path: Path) -> None:
+    """Read from files, in floating point or as stored codes; the experts' file is found again."""
+    folder = tmp_path / "model"
+    with opened(DEEP, quant=quant) as made:
+        made.save_pretrained(folder)
+    engine = dataclasses.replace(
+        ENGINE,
+        experts=ExpertsConfig(resident=0.5, tier="disk"),
+        tiers=TiersConfig(disk_dir=str(tmp_path / "experts")),
+    )
+    with LLM(folder, engine=ENGINE) as plain:
+        for _ in range(2):
+            with LLM(folder, engine=engine) as mine:
+                same_run(checked(mine), plain)
+            (file,) = (tmp_path / "experts").iterdir()
+            when = file.stat().st_mtime_ns
+    with LLM(folder, engine=engine):
+        assert file.stat().st_mtime_ns == when
+
+
+@pytest.mark.slow
 def test_a_variant_has_the_same_slots() -> None:
     with opened(DEEP, experts={"resident": 0.5}) as mine:
         other = mine.variant(dataclasses.replace(mine.engine_config, overlap=False))
@@ -193,6 +219,24 @@ def test_a_variant_has_the_same_slots() -> None:
         assert slots_of(other) is slots_of(mine)
         again = checked(other).generate(PROMPTS, GREEDY)
         assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
+        # In two threads, each of whose steps may evict what the other's next one needs.
+        results = dict[str, Any]()
+        engines = {"mine": mine, "other": other}
+        threads = [
+            threading.Thread(
+                target=lambda name, llm: results.update(
+                    {name: [llm.generate(PROMPTS, GREEDY) for _ in range(3)]}
+                ),
+                args=pair,
+            )
+            for pair in engines.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for outputs in [each for name in engines for each in results[name]]:
+            assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in wanted]
         other.close()
         assert mine.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
 
@@ -347,3 +391,20 @@ def test_any_budget_policy_and_fault(tmp_path_factory: pytest.TempPathFactory, d
                 slots_of(mine).check_integrity()
         kept = slots_of(mine).store.describe()["experts_host_bytes"]
         assert experts["tier"] == "host" or kept <= 1e9 * (tiers["host_gb"] or 0)
+
+
+@pytest.mark.slow
+def test_experts_quantized_on_the_way_are_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine draws and rounds none of them."""
+    options: dict[str, Any] = {"quant": QuantConfig(method="rtn", format="int8")}
+    options |= {"experts": {"resident": 0.5, "tier": "disk"}}
+    with opened(DEEP, tmp_path, **options) as mine:
+        wanted = mine.generate(PROMPTS, GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStore, "write", lambda *_: pytest.fail("an expert was made"))
+        again = opened(DEEP, tmp_path, **options)
+    with again:
+        outputs = checked(again).generate(PROMPTS, GREEDY)
+        assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in wanted]

@@ -27,7 +27,7 @@ from moejax.engine.tiers.experts import ExpertTiers, identity_of_files
 from moejax.engine.tiers.program import PartFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
-from moejax.nn.param import OnValue, ParamSpec, initialize, iter_params, specs
+from moejax.nn.param import OnValue, ParamSpec, Skip, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, replace_weights
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
@@ -115,7 +115,11 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
             tiers.open(functools.partial(_identity, resolved))
         stages = [
             load_stage(
-                resolved, place, layers, functools.partial(_store, rounding, tiers, place) if fill else None
+                resolved,
+                place,
+                layers,
+                functools.partial(_store, rounding, tiers, place) if fill else None,
+                **({} if tiers is None else {"skip": tiers.has}),
             )
             for place, layers in zip(resolved.places, ranges, strict=True)
         ]
@@ -182,12 +186,17 @@ def _identity(resolved: ResolvedEngine) -> dict[str, Any]:
 
 
 def load_stage(
-    resolved: ResolvedEngine, place: SingleDevice, layers: range, store: OnValue | None
+    resolved: ResolvedEngine,
+    place: SingleDevice,
+    layers: range,
+    store: OnValue | None,
+    skip: Skip = lambda name: False,
 ) -> Decoder:
     """Returns a pipeline stage's part of the decoder with its weights.
 
     Args:
         store: takes each parameter's value when it is there; None: no value is made or read.
+        skip: parameters that are neither made nor read.
     """
 
     def build(config: ModelConfig) -> Decoder:
@@ -208,7 +217,7 @@ def load_stage(
     model = build(resolved.config)
     if resolved.source is None and store is not None:
         where = at(specs(model)) if spread else None
-        initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store)
+        initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store, skip=skip)
     elif resolved.source is not None:
         loaded = load_pretrained(
             resolved.source,
@@ -217,6 +226,7 @@ def load_stage(
             shardings=at if spread else None,
             expert_of=held_experts(model),
             store=store,
+            skip=skip,
         )
         model, stats = loaded.model, loaded.stats
         if store is not None:

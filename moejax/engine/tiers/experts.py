@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ class ExpertTiers:
         layers: numbers of the layers with experts.
         arrays: the slots `[slots, ...]` of each array of an expert; shapes until `open`.
         table: int32 `[layers, E + 1]`, each expert's slot, and `slots` for none.
+        lock: whoever runs a step holds it, since several engines may share the weights.
+        reader: what the program gives that was launched last, and reads the slots.
         in_place: experts are written into the slots' memory, not by a program that has it donated.
 
     Raises:
@@ -58,7 +61,7 @@ class ExpertTiers:
 
     def __init__(self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int) -> None:
         self.config, self.tiers = config, tiers
-        self.in_place = jax.default_backend() == "cpu"
+        self.in_place, self.lock, self.reader = jax.default_backend() == "cpu", RLock(), None
         self.layers = [i for i, sparse in enumerate(model.config.moe_layers) if sparse]
         self.num_experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
         self._places: dict[str, tuple[int, int]] = {}
@@ -80,6 +83,7 @@ class ExpertTiers:
                 "engine.experts: what the experts of a layer share, such as one scale for all, is no part of "
                 "any expert; take a quant.format with scales for each"
             )
+        self._missing = set(self._places)
         every = len(self.layers) * self.num_experts
         self.records = Records(every, [(shape[1:], dtype) for shape, dtype in shapes])
         key, self.slots = "engine.experts.resident", int((config.resident or 1.0) * every)
@@ -157,18 +161,24 @@ class ExpertTiers:
             return False
         assert self.store is not None
         place, leaf = self._places[name]
-        if not getattr(self.store, "written", False):
-            for expert, part in enumerate(np.asarray(value)):
-                self.store.write(place * self.num_experts + expert, leaf, part)
+        self._missing.discard(name)
+        for expert, part in enumerate(np.asarray(value)):
+            self.store.write(place * self.num_experts + expert, leaf, part)
         return True
 
     def holds(self, name: str) -> bool:
         """Tells whether a weight, by its path, is one of the experts'."""
         return any(path.startswith(f"{name}.") for path in self._places)
 
+    def has(self, name: str) -> bool:
+        """Tells whether the store has an array, or a whole weight, from an earlier engine."""
+        found = self.store is not None and self.store.written
+        return found and (name in self._places or self.holds(name))
+
     def finish(self) -> Resolution:
         """Ends the filling of the store; returns how many slots there are and what lies where."""
         if self.store is not None:
+            assert self.store.written or not self._missing, f"no values of {sorted(self._missing)}"
             self.store.finish()
         size = byte_words(self.records.nbytes)
         share = f"{self.slots / self.records.count:.1%} of {self.records.count} experts of {size}"
@@ -218,10 +228,11 @@ class ExpertTiers:
     def _put(self, slot: int, record: np.ndarray) -> None:
         """Writes an expert into a slot.
 
-        On a CPU straight into the memory of `arrays`: a program would take ten times as long. Nothing that
-        was launched reads it any more, since the router that asks has run after all of it.
+        On a CPU straight into the memory of `arrays`, once nothing reads them any more: a program would take
+        ten times as long.
         """
         if self.in_place:
+            jax.block_until_ready(self.reader)
             for memory, leaf in zip(self._memory, self.records.leaves, strict=True):
                 memory[slot] = record[leaf.start : leaf.start + leaf.nbytes]
         else:

@@ -51,6 +51,10 @@ class TieredRunner(DeviceRunner):
         self.tiers.reset()
 
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+        with self.tiers.lock:  # other engines of these weights have the same slots
+            return self._in_parts(key, buffer)
+
+    def _in_parts(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         tiers, routed = self.tiers, list[tuple[np.ndarray, np.ndarray]]()
         placed, states = self.place.put(buffer), list(self.pool.take_states())
         segments = [list(segment) for segment in self.take_pages(key)]
@@ -67,6 +71,7 @@ class TieredRunner(DeviceRunner):
             state, out = programs[number](
                 leaves, given, tiers.arrays, placed, carried, table, np.int32(number)
             )
+            tiers.reader = out
             for at, layer in enumerate(attends):
                 states[layer] = state.states[at]
                 for segment, new in zip(segments, state.pages, strict=True):

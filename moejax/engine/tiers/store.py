@@ -72,7 +72,7 @@ class HostStore:
         ConfigError: `limit` bytes do not hold them.
     """
 
-    bytes_read = 0
+    bytes_read, written = 0, False
 
     def __init__(self, records: Records, limit: float | None) -> None:
         self.records, size = records, records.count * records.nbytes
