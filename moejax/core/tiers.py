@@ -73,6 +73,10 @@ class ExpertsConfig(Checked, section="engine.experts"):
         policy: which expert leaves its slot for another (`moejax.routing.residency`).
         a2cr: numbers of the policies "a2cr" and "a2cr_adaptive".
         tier: where all experts lie: in the host's memory, or in a file on disk.
+        miss: what a step does about an expert without a slot. "wait" fetches it. "low_bits" (lossy) takes a
+            copy of 4.5 bits a value, all of which lie in the host's memory, where no token of the step gives
+            the expert `low_bits_below` of its weight or more; it fetches the expert when one does.
+        low_bits_below: see `miss`.
         prefetch: experts that are fetched while the layer before them is computed: none, or those that the
             next layer's router would choose by this layer's input ("next_router").
     """
@@ -81,6 +85,8 @@ class ExpertsConfig(Checked, section="engine.experts"):
     policy: ResidentPolicy = "layer_lru"
     a2cr: ExpertsA2crConfig = field(default_factory=ExpertsA2crConfig)
     tier: Literal["host", "disk"] = "host"
+    miss: Literal["wait", "low_bits"] = "wait"
+    low_bits_below: Share = 0.25
     prefetch: Literal["none", "next_router"] = "none"
 
 
@@ -94,6 +100,8 @@ class TiersConfig(Checked, section="engine.tiers"):
         host_gb: memory of the host for experts in units of 10^9 bytes: with `engine.experts.tier=host` they
             must all fit (None: any number), with "disk" so many of those that were read last stay (None:
             none).
+        codes: what experts below the device are kept in: as they are ("none"), or, lossy, in blocks of 256:
+            eight bits a value ("q8_k") or 4.5 ("q4_k").
         disk_dir: folder of the experts' file; None: `experts` in the user's cache.
         queue_depth: reads under way at a time.
         direct: read past the operating system's cache (O_DIRECT) where the file system permits it.
@@ -101,6 +109,7 @@ class TiersConfig(Checked, section="engine.tiers"):
 
     device_gb: PositiveNumber | None = None
     host_gb: NonNegativeNumber | None = None
+    codes: Literal["none", "q8_k", "q4_k"] = "none"
     disk_dir: str | None = None
     queue_depth: PositiveInt = 4
     direct: bool = True

@@ -67,6 +67,8 @@ def tiers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     if any(row["precision"] is not None for row in rows):
         columns += metric_columns("precision", "recall")
     columns += metric_columns("slot_bytes", "below_bytes")
+    if any(row["kl"] is not None for row in rows):
+        columns += metric_columns("kl")
     return column_table("experts in tiers: the largest batch, from empty slots", columns, rows, _TIERS)
 
 

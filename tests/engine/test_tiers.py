@@ -125,7 +125,7 @@ def test_tokens_are_those_of_the_engine_that_has_all(
         stats = mine.stats()
         assert 0 < stats["experts_misses"] and 0 < stats["experts_hits"]
         tiers = slots_of(mine)
-        assert tiers.nbytes <= experts["resident"] * tiers.records.count * tiers.records.nbytes
+        assert tiers.nbytes <= experts["resident"] * tiers.records.count * tiers.records.held
         if experts.get("tier") == "disk":
             checks = stats["experts_hits"] + stats["experts_misses"]  # of `checked`, which reads all again
             wasted = stats["experts_foreseen"] - stats["experts_foreseen_used"]
@@ -261,6 +261,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "host": (
         {"experts": {"resident": 0.5}, "tiers": {"host_gb": 1e-5}},
         r"engine\.tiers\.host_gb=1e-05 does not hold the experts",
+    ),
+    "codes": (
+        {
+            "experts": {"resident": 0.5},
+            "tiers": {"codes": "q8_k"},
+            "quant": QuantConfig(method="rtn", format="int8"),
+        },
+        r"engine\.tiers\.codes: the experts are quantized",
     ),
     "mesh": ({"experts": {"resident": 0.5}, "parallel": ParallelConfig(ep=2)}, "slots are of one device"),
     "capacity": (

@@ -56,11 +56,7 @@ def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     if not (folder / "held_out.txt").is_file() or case.output_len < NEEDLE:
         return []
     llm, length = engines[0][1], case.prompt_len + case.output_len
-    sections = [HeldOutText("auto", *each) for each in ((length, _WINDOWS), (case.prompt_len, _NEEDLES))]
-    # The token more that a window has is left out.
-    given = folder, llm.tokenizer, llm.max_model_len + 1, 0
-    texts = [read_windows(section, *given) for section in sections]
-    windows, others = (text.tokens[text.scored.all(axis=1), :-1].tolist() for text in texts)
+    windows, others = whole_windows(llm, length, _WINDOWS), whole_windows(llm, case.prompt_len, _NEEDLES)
     behind, control = _needles(others)
     rows: list[dict[str, Any]] = []
     base: list[list[Logprob]] = []
@@ -80,13 +76,21 @@ def eviction_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
                 "kv_cache": llm.kv_cache_dtype,
                 "compared_tokens": nats.size,
                 "perplexity": float(np.exp(-nats.mean())),
-                "kl": float(np.mean([kl(*pair) for pair in zip(chain(*base), chain(*told), strict=True)])),
+                "kl": mean_kl(base, told),
                 **held,
                 "needle_gain": float(gain.mean()),
                 "needle_recall": float(gain.mean() / rows[0]["needle_gain"]) if rows else 1.0,
             }
         )
     return rows
+
+
+def whole_windows(llm: LLM, length: int, count: int) -> list[list[int]]:
+    """Returns windows of so many tokens of the held-out text in the model's folder."""
+    # The token more that a window has is left out.
+    section = HeldOutText("auto", length, count)
+    text = read_windows(section, llm.model_dir, llm.tokenizer, llm.max_model_len + 1, 0)
+    return text.tokens[text.scored.all(axis=1), :-1].tolist()
 
 
 def decode(
@@ -121,6 +125,11 @@ def decode(
     end = [each / count for count, each in used if count == most][-1]
     told = [request.output.outputs[0].logprobs or [] for request in requests]
     return told, {"peak_cache_bytes": max(each / count for count, each in used), "end_cache_bytes": end}
+
+
+def mean_kl(base: list[list[Logprob]], other: list[list[Logprob]]) -> float:
+    """Returns the mean of `kl` over all tokens."""
+    return float(np.mean([kl(*pair) for pair in zip(chain(*base), chain(*other), strict=True)]))
 
 
 def kl(base: Logprob, other: Logprob) -> float:

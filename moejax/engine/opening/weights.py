@@ -89,7 +89,7 @@ class Weights:
         leaves = [leaf for functions in self.functions for leaf in functions.leaves]
         absent = sum(x.size * x.dtype.itemsize for x in leaves if not isinstance(x, jax.Array))
         if self.tiers is not None:
-            absent -= self.tiers.records.count * self.tiers.records.nbytes
+            absent -= self.tiers.records.count * self.tiers.records.held
             absent += self.tiers.nbytes if self.tiers.store is None else 0
         return absent
 

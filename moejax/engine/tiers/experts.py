@@ -85,16 +85,25 @@ class ExpertTiers:
             )
         self._missing = set(self._places)
         every = len(self.layers) * self.num_experts
-        self.records = Records(every, [(shape[1:], dtype) for shape, dtype in shapes])
+        one = [(shape[1:], dtype) for shape, dtype in shapes]
+        lossy = {"tiers.codes": tiers.codes != "none", "experts.miss": config.miss == "low_bits"}
+        for name in [name for name, asked in lossy.items() if asked]:
+            if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in one):
+                raise ConfigError(
+                    f"engine.{name}: the experts are quantized, and have few bits already; leave it out, or quant"
+                )
+        self.records, lower = Records(every, one, tiers.codes), Records(every, one, "q4_k")
+        self._lower = lower if config.miss == "low_bits" else None
         key, self.slots = "engine.experts.resident", int((config.resident or 1.0) * every)
         if tiers.device_gb is not None:
-            key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.nbytes)
+            key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.held)
         self.slots, self._key, self._top_k = min(self.slots, every), key, top_k
         self.check_room(tokens)
         self.arrays: list[Any] = [
             jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype) for leaf in self.records.leaves
         ]
         self.store: Store | None = None
+        self._low_store: HostStore | None = None
         self.reset_stats()
         self.clear()
 
@@ -103,7 +112,7 @@ class ExpertTiers:
         least = min(self.num_experts, tokens * self._top_k)
         if self.slots < least:
             lower = "" if least == tokens * self._top_k else ", or lower engine.max_num_batched_tokens"
-            size = byte_words(self.records.nbytes)
+            size = byte_words(self.records.held)
             raise ConfigError(
                 f"{self._key}: {self.slots} slots of {size} do not hold the {least} "
                 f"experts that a step of up to {tokens} tokens may visit in one layer; raise it{lower}"
@@ -119,6 +128,9 @@ class ExpertTiers:
             ConfigError, OutputError: there is no room for them.
         """
         tiers, limit = self.tiers, None if self.tiers.host_gb is None else self.tiers.host_gb * 1e9
+        if self._lower is not None:
+            self._low_store = HostStore(self._lower, limit)
+            limit = None if limit is None else limit - self._lower.count * self._lower.nbytes
         if self.config.tier == "host":
             self.store = HostStore(self.records, limit)
         else:
@@ -147,6 +159,7 @@ class ExpertTiers:
         self.table = np.full((shape[0], shape[1] + 1), self.slots, np.int32)
         self._free = list(range(self.slots))[::-1]
         self._coming: dict[int, Any] = {}
+        self._lowered = set[int]()  # residents that are copies of few bits
 
     def reset(self) -> None:
         """Mends what a failed step has left: slots that it took along are made anew."""
@@ -180,7 +193,12 @@ class ExpertTiers:
         if self.store is not None:
             assert self.store.written or not self._missing, f"no values of {sorted(self._missing)}"
             self.store.finish()
-        size = byte_words(self.records.nbytes)
+        if self.store is not None and self._low_store is not None:
+            for key in range(self.records.count):
+                for leaf, array in enumerate(self.records.arrays(self.store.fetch(key).result())):
+                    self._low_store.write(key, leaf, array)
+            self.store.bytes_read = 0
+        size = byte_words(self.records.held)
         share = f"{self.slots / self.records.count:.1%} of {self.records.count} experts of {size}"
         what = f"{share}; the others in the host's memory"
         if self.config.tier == "disk":
@@ -211,21 +229,37 @@ class ExpertTiers:
         needed[flat] = True
         mass = np.bincount(flat, weights.reshape(-1), E + 1)[:E]
         needed = needed[:E]
-        absent = self.residency.absent(place, needed)
+        absent = self.residency.absent(place, needed).tolist()
         self.hits += int(needed.sum()) - len(absent)
         self.misses += len(absent)
+        low, again = self._in_low_bits(place, ids, weights, absent)
         start = time.perf_counter()
-        records = self._fetch(absent.tolist())
+        arrays = self._fetch([*absent, *again], low)
         self._release(self.residency.turn(place, needed, mass))
-        for key, record in zip(absent.tolist(), records, strict=True):
-            slot = self._free.pop()
-            self._put(slot, record)
+        for key, expert in zip([*absent, *again], arrays, strict=True):
+            slot = int(self.table[place, key - first]) if key in again else self._free.pop()
+            self._put(slot, expert)
             self.table[place, key - first] = slot
-        if len(absent):
+        self._lowered = self._lowered - set(again) | low
+        if arrays:
             self.wait_s += time.perf_counter() - start
         return self.table[place].copy()
 
-    def _put(self, slot: int, record: np.ndarray) -> None:
+    def _in_low_bits(
+        self, place: int, ids: Ints, weights: Floats, absent: list[int]
+    ) -> tuple[set[int], list[int]]:
+        """Returns which of the absent experts are to be copies of few bits, and which residents that are
+        such copies are to be so no longer."""
+        if self._lower is None:
+            return set(), []
+        share = np.zeros(self.num_experts + 1)
+        total = np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
+        np.maximum.at(share, ids.reshape(-1), (weights / total).reshape(-1))
+        first = place * self.num_experts
+        wanted = set((np.flatnonzero(share[:-1] >= self.config.low_bits_below) + first).tolist())
+        return set(absent) - wanted, sorted(self._lowered & wanted)
+
+    def _put(self, slot: int, arrays: list[np.ndarray]) -> None:
         """Writes an expert into a slot.
 
         On a CPU straight into the memory of `arrays`, once nothing reads them any more: a program would take
@@ -233,10 +267,10 @@ class ExpertTiers:
         """
         if self.in_place:
             jax.block_until_ready(self.reader)
-            for memory, leaf in zip(self._memory, self.records.leaves, strict=True):
-                memory[slot] = record[leaf.start : leaf.start + leaf.nbytes]
+            for memory, array in zip(self._memory, arrays, strict=True):
+                memory[slot] = array.reshape(-1).view(np.uint8)
         else:
-            self.arrays = self._write(self.arrays, np.int32(slot), self.records.arrays(record))
+            self.arrays = self._write(self.arrays, np.int32(slot), arrays)
 
     def foresee(self, place: int, ids: Ints) -> None:
         """Has the experts fetched that a layer is thought to visit at its coming turn."""
@@ -247,12 +281,20 @@ class ExpertTiers:
             self._coming[key] = self.store.fetch(key)
             self.foreseen += 1
 
-    def _fetch(self, keys: list[int]) -> list[Any]:
+    def _fetch(self, keys: list[int], low: set[int]) -> list[list[np.ndarray]]:
+        """Returns these experts' arrays, those of `low` from the copies of few bits."""
         assert self.store is not None
         coming, self._coming = self._coming, {}
-        self.foreseen_used += sum(key in coming for key in keys)
-        promises = [coming[key] if key in coming else self.store.fetch(key) for key in keys]
-        return [promise.result() for promise in promises]
+        self.foreseen_used += sum(key in coming and key not in low for key in keys)
+        self.lowered += len(low)
+        stores = [self._low_store if key in low and self._low_store else self.store for key in keys]
+        promises = [
+            coming[key] if key in coming and store is self.store else store.fetch(key)
+            for key, store in zip(keys, stores, strict=True)
+        ]
+        return [
+            store.records.arrays(promise.result()) for store, promise in zip(stores, promises, strict=True)
+        ]
 
     def _release(self, keys: Ints) -> None:
         """Takes the slots of experts that were evicted."""
@@ -260,6 +302,7 @@ class ExpertTiers:
             at = divmod(key, self.num_experts)
             self._free.append(int(self.table[at]))
             self.table[at] = self.slots
+            self._lowered.discard(key)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every slot is free or one resident expert's."""
@@ -276,8 +319,9 @@ class ExpertTiers:
         for array in self.arrays:
             if isinstance(array, jax.Array):
                 array.delete()
-        if self.store is not None:
-            self.store.close()
+        for store in (self.store, self._low_store):
+            if store is not None:
+                store.close()
 
     def declared(self, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
         """Returns a model's declarations with the slots, under the first layer's names, for the experts."""
@@ -291,18 +335,19 @@ class ExpertTiers:
     @property
     def most_below(self) -> float:
         """Bytes of the host's memory that experts take at the most."""
+        low = 0 if self._lower is None else self._lower.count * self._lower.nbytes
         if self.config.tier == "host":
-            return self.records.count * self.records.nbytes
-        return 1e9 * (self.tiers.host_gb or 0)
+            return self.records.count * self.records.nbytes + low
+        return max(1e9 * (self.tiers.host_gb or 0), low)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots."""
-        return self.slots * self.records.nbytes
+        return self.slots * self.records.held
 
     def reset_stats(self) -> None:
         """Starts the counts afresh."""
-        self.hits = self.misses = self.foreseen = self.foreseen_used = 0
+        self.hits = self.misses = self.foreseen = self.foreseen_used = self.lowered = 0
         self.wait_s = 0.0
         if self.store is not None:
             self.store.bytes_read = 0
@@ -317,8 +362,9 @@ class ExpertTiers:
             "experts_hits": self.hits,
             "experts_misses": self.misses,
             "experts_hit_rate": self.hits / used if used else None,
-            "experts_moved_bytes": self.misses * self.records.nbytes,
+            "experts_moved_bytes": self.misses * self.records.held,
             "experts_wait_s": self.wait_s,
+            "experts_low_bits": self.lowered,
             "experts_foreseen": self.foreseen,
             "experts_foreseen_used": self.foreseen_used,
             **(self.store.describe() if self.store else {}),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from moejax.core.errors import CheckpointError, ConfigError, OutputError, os_errors
 from moejax.core.files import canonical_json
+from moejax.engine.tiers.codes import CODECS, Codec
 
 ALIGNED = 4096
 """Bytes that positions, lengths and buffers of unbuffered reads are multiples of."""
@@ -31,38 +32,57 @@ Bytes = NDArray[np.uint8]
 
 
 class Leaf(NamedTuple):
-    """An array of one expert: its shape and dtype, and where it begins in the record."""
+    """An array of one expert: its shape and dtype, where it begins in the record and how many bytes it has
+    there, and the codec that these are made with; None: they are the array's own."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     start: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    nbytes: int
+    codec: Codec | None
 
 
 class Records:
     """The layout of `count` experts of one shape.
 
+    Args:
+        codes: matrices of floating point are kept in codes, a name of `CODECS`; "none": as they are.
+
     Attributes:
-        nbytes: of an expert; `stride`, with what it is filled up to.
+        held: bytes of an expert on the device.
+        nbytes: those of its record; `stride`, with what it is filled up to.
     """
 
-    def __init__(self, count: int, leaves: Sequence[tuple[tuple[int, ...], Any]]) -> None:
-        self.count, self.leaves = count, list[Leaf]()
-        start = 0
+    def __init__(
+        self, count: int, leaves: Sequence[tuple[tuple[int, ...], Any]], codes: str = "none"
+    ) -> None:
+        self.count, self.codes, self.leaves = count, codes, list[Leaf]()
+        start = self.held = 0
         for shape, dtype in leaves:
-            self.leaves.append(Leaf(tuple(shape), np.dtype(dtype), start))
-            start += self.leaves[-1].nbytes
+            dtype, size = np.dtype(dtype), math.prod(shape)
+            coded = len(shape) > 1 and str(dtype) in ("float32", "bfloat16", "float16")
+            codec = CODECS.get(codes) if coded else None
+            nbytes = size * dtype.itemsize if codec is None else codec.nbytes(size)
+            self.leaves.append(Leaf(tuple(shape), dtype, start, nbytes, codec))
+            start, self.held = start + nbytes, self.held + size * dtype.itemsize
         self.nbytes, self.stride = start, -(-start // ALIGNED) * ALIGNED
 
+    def coded(self, leaf: int, value: np.ndarray) -> Bytes:
+        """Returns the bytes of an array in the record."""
+        codec = self.leaves[leaf].codec
+        return _bytes(value) if codec is None else codec.encode(value)
+
     def arrays(self, record: Bytes) -> list[np.ndarray]:
-        """Returns an expert's arrays as views of its record."""
-        parts = (record[leaf.start : leaf.start + leaf.nbytes] for leaf in self.leaves)
-        return [
-            part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)
-        ]
+        """Returns an expert's arrays, where they are not in codes as views of its record."""
+        arrays = []
+        for leaf in self.leaves:
+            part = record[leaf.start : leaf.start + leaf.nbytes]
+            if leaf.codec is None:
+                part = part.view(leaf.dtype)
+            else:
+                part = leaf.codec.decode(part, math.prod(leaf.shape)).astype(leaf.dtype)
+            arrays.append(part.reshape(leaf.shape))
+        return arrays
 
 
 class HostStore:
@@ -86,7 +106,7 @@ class HostStore:
     def write(self, index: int, leaf: int, value: np.ndarray) -> None:
         """Puts one array of an expert into its record."""
         at = self.records.leaves[leaf]
-        self._memory[index, at.start : at.start + at.nbytes] = _bytes(value)
+        self._memory[index, at.start : at.start + at.nbytes] = self.records.coded(leaf, value)
 
     def finish(self) -> None:
         """Ends the writing."""
@@ -139,6 +159,7 @@ class DiskStore:
                     "identity": identity,
                     "count": records.count,
                     "leaves": [[list(leaf.shape), str(leaf.dtype)] for leaf in records.leaves],
+                    "codes": records.codes,
                 }
             ).encode()
         )
@@ -163,7 +184,7 @@ class DiskStore:
 
     def write(self, index: int, leaf: int, value: np.ndarray) -> None:
         """Puts one array of an expert into its record."""
-        data = _bytes(value)
+        data = self.records.coded(leaf, value)
         self._sums[index, leaf] = zlib.crc32(data.data)
         self._put(data, self._first + index * self.records.stride + self.records.leaves[leaf].start)
 
