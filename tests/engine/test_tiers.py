@@ -370,7 +370,7 @@ def test_any_budget_policy_and_fault(tmp_path_factory: pytest.TempPathFactory, d
         "tier": draw(st.sampled_from(["host", "disk"])),
         "prefetch": draw(st.sampled_from(["none", "next_router"])),
     }
-    tiers = {"queue_depth": draw(st.integers(1, 4)), "direct": draw(st.booleans())}
+    tiers: dict[str, Any] = {"queue_depth": draw(st.integers(1, 4)), "direct": draw(st.booleans())}
     if experts["tier"] == "disk":
         tiers["host_gb"] = draw(st.sampled_from([None, 2e-5, 1e-4]))
     share = draw(st.sampled_from([0.0, 0.01]))
