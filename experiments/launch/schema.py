@@ -155,6 +155,13 @@ class ModelSections(Checked):
                 f"engine.capture_routing: {experiment} writes no routing.npz; latency and throughput do"
             )
 
+    def _refuse_tiers(self, experiment: str, why: str) -> None:
+        """Raises `ConfigError`: `experiment` does not go with experts in tiers."""
+        if self.engine.experts_in_tiers:
+            raise ConfigError(
+                f"engine.experts.resident, engine.tiers.device_gb: {experiment} {why}; leave them null"
+            )
+
 
 @dataclass(frozen=True)
 class InferenceSections(ModelSections):
@@ -313,6 +320,10 @@ class ProfileConfig(RecordedSections, InferenceSections):
     workload: ProfileWorkload = field(default_factory=ProfileWorkload)
     profile: ProfileSection = field(default_factory=ProfileSection)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_tiers("profile", "takes whole steps apart, and not those that wait for experts")
+
 
 @dataclass(frozen=True)
 class ProgramConfig(RecordedSections, InferenceSections):
@@ -328,6 +339,7 @@ class ProgramConfig(RecordedSections, InferenceSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse_capture("program")
+        self._refuse_tiers("program", "compiles whole steps")
 
 
 @dataclass(frozen=True)
@@ -358,11 +370,7 @@ class SimulateConfig(RecordedSections, ModelSections):
                 f"engine.speculation.method={self.engine.speculation.method}: what drafts get right depends "
                 "on the tokens, which a simulation has not; use none"
             )
-        if self.engine.experts_in_tiers:
-            raise ConfigError(
-                "engine.experts.resident, engine.tiers.device_gb: a simulation has all experts on devices; "
-                "leave them null"
-            )
+        self._refuse_tiers("a simulation", "has all experts on its devices")
         if (policy := self.engine.kv_policy.method) != "none":
             raise ConfigError(
                 f"engine.kv_policy.method={policy}: a simulation's attention reads whole contexts; use none"

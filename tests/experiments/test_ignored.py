@@ -165,5 +165,9 @@ def test_a_simulation_refuses_what_depends_on_attention():
     """Its attention is by formula, over whole contexts."""
     with pytest.raises(ConfigError, match=r"^engine\.kv_policy\.method=h2o: a simulation's attention reads"):
         compose(["engine.kv_policy.method=h2o"], experiment="simulate")
-    with pytest.raises(ConfigError, match=r"^engine\.experts\.resident, .*all experts on devices"):
-        compose(["engine.experts.resident=0.5"], experiment="simulate")
+
+
+@pytest.mark.parametrize("experiment", ["simulate", "profile", "program"])
+def test_experts_in_tiers_are_refused_by_what_wants_whole_steps(experiment: str) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.experts\.resident, .*; leave them null"):
+        compose(["engine.experts.resident=0.5"], experiment=experiment)

@@ -90,7 +90,7 @@ class ExpertTiers:
         for name in [name for name, asked in lossy.items() if asked]:
             if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in one):
                 raise ConfigError(
-                    f"engine.{name}: the experts are quantized and have few bits already; leave it or quant out"
+                    f"engine.{name}: the experts are quantized, of few bits as it is; leave it or quant out"
                 )
         self.records, lower = Records(every, one, tiers.codes), Records(every, one, "q4_k")
         self._lower = lower if config.miss == "low_bits" else None
