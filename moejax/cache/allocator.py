@@ -139,6 +139,37 @@ class BlockAllocator:
             self.give_up(table, index)
             index -= 1
 
+    def move_down(
+        self, tables: Sequence[list[int]], most: int, copied: Iterable[tuple[int, int]] = ()
+    ) -> list[tuple[int, int]]:
+        """Moves blocks that one table alone holds to the lowest free ones, the highest first, where the pool
+        is in use to more than twice its blocks in use; else nothing.
+
+        Args:
+            tables: that may be changed.
+            most: blocks that are moved at a time.
+            copied: (source, destination) blocks that are copied before; the destinations stay.
+
+        Returns:
+            (source, destination) blocks to copy, in this order.
+        """
+        stay = {destination for _, destination in copied}
+        used, moves = self.num_blocks - len(self._free), list[tuple[int, int]]()
+        if max((max(table, default=0) for table in tables), default=0) < 2 * used:
+            return moves
+        places = {
+            block: (table, index)
+            for table in tables
+            for index, block in enumerate(table)
+            if block >= used and self._refcount[block] == 1 and block not in stay
+        }
+        for block in sorted(places, reverse=True)[:most]:
+            table, index = places[block]
+            table[index] = self._take()
+            self._let_go(block)
+            moves.append((block, table[index]))
+        return moves
+
     def discard(self, block: int) -> None:
         """Frees a kept block, which is remembered no more."""
         self._kept.remove(block)

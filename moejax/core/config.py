@@ -399,6 +399,8 @@ class EngineConfig(Checked, section="engine"):
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
+        compact_cache: blocks in use move down to free ones, once they lie twice as high as there are of
+            them: a step of XLA's reads the cache up to the highest block in use.
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
             needed), elsewhere 80 % of what the device has free after the weights.
         deterministic: "tiles" computes steps in tiles of `tile_tokens` tokens each, all by one program in
@@ -457,6 +459,7 @@ class EngineConfig(Checked, section="engine"):
     swap_memory_gb: PositiveNumber = 1.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
+    compact_cache: bool = False
     kv_cache_memory_gb: PositiveNumber | None = None
     deterministic: Literal["none", "tiles", "verified"] = "none"
     tile_tokens: PositiveInt = 8

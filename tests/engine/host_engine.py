@@ -69,6 +69,7 @@ class Limits:
     right: float = 1.0
     utility: bool = False
     kv_policy: KvPolicyConfig | None = None
+    compacts: bool = False
 
 
 class HostEngine:
@@ -115,7 +116,7 @@ class HostEngine:
             drafts = speculation(config, Oracle(self.groups, alone, limits.right))
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
         self.scheduler.eviction = Eviction(self.allocator, self.windows, limits.kv_policy)
-        self.scheduler.speculation = drafts
+        self.scheduler.speculation, self.scheduler.compacts = drafts, limits.compacts
         self.utility = Utility(limits.k, StepTimes()) if limits.utility else None
         self.pace: Callable[[int, bool], float] = lambda rows, alone: self.chance.uniform(1, 4)
         self.chance, self.alone = random.Random(1), deque[bool]()  # of launched steps, in their order
@@ -418,8 +419,9 @@ class HostEngine:
         self.events["readmissions"] += sum(s.preemptions > 0 for s in admitted)
 
     def _check_copies(self, plan: StepPlan) -> None:
-        """Each copy goes to a block of one decode's own. A copied block may be freed and written over in the
-        same step, so a source may be a later destination; never the other way round."""
+        """Each copy goes to a block of one decode's own, or moves a block down. A copied block may be freed
+        and written over in the same step, so a source may be a later destination; never the other way
+        round."""
         sources = [source for source, _ in plan.copies]
         destinations = [destination for _, destination in plan.copies]
         assert len(set(destinations)) == len(destinations)
@@ -430,8 +432,12 @@ class HostEngine:
         # Or it is the first one of which a prompt computes only the rest.
         size = self.allocator.block_size
         begun = {b for c in plan.chunks if c.first for b in c.sequence.blocks[: c.start // size + 1]}
+        held = {b for s in self.scheduler.running for b in s.blocks} if self.limits.compacts else set()
         for index, (source, destination) in enumerate(plan.copies):
-            assert source != destination and destination in own | begun
+            assert source != destination and destination in own | begun | held
+            moved = destination < source and destination in held and self.allocator.refcount(source) == 0
+            assert moved or destination in own | begun
+            self.events["blocks moved down"] += moved and destination not in own | begun
             assert self.allocator.refcount(destination) == 1 or destination in begun
             assert destination not in sources[index:], "copies from a block that was just written"
             self.events["copies over a copied block"] += destination in sources[:index]

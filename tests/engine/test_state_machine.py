@@ -186,6 +186,7 @@ def limits(draw: st.DrawFn, prefixes: st.SearchStrategy[PrefixCacheConfig | None
         fail_at=frozenset(draw(st.lists(st.integers(0, 200), max_size=2))),
         preemption=draw(st.sampled_from(MODES[1 if alone else 0 :])) if swaps else "recompute",
         swap_slots=draw(st.sampled_from((40, 200, 3))) if swaps else 0,
+        compacts=caches is None and draw(st.booleans()),
     )
 
 

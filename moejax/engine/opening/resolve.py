@@ -24,7 +24,7 @@ from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
-from moejax.engine.scheduling.eviction import check_kv_policy
+from moejax.engine.scheduling.eviction import check_compaction, check_kv_policy
 from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.engine.tiers.experts import check_tiers
@@ -273,6 +273,7 @@ def _engine_limits(
     _check_deterministic(engine, parallel, config)
     window = _window(engine, config, longest or positions)
     check_kv_policy(engine, parallel, config, kernels, window["window"])
+    check_compaction(engine, parallel, kernels)
     replay = open_replay(engine.replay_routing, config)
     microbatches, rows = parallel.microbatches, engine.max_num_seqs
     if microbatches is not None and microbatches > rows:

@@ -182,6 +182,8 @@ def scheduler_of(
         )
         for _ in range(groups)
     ]
+    for scheduler in schedulers:
+        scheduler.compacts = config.compact_cache
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
 
 

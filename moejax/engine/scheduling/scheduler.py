@@ -77,6 +77,7 @@ class Scheduler:
         self.watermark = max(1, allocator.num_blocks // 100)
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
+        self.compacts = self._loose = False  # blocks move down; they may lie apart, since somebody has left
         self.admits = True  # else only who has run before comes in again
 
     @property
@@ -162,6 +163,10 @@ class Scheduler:
         if speculation is not None and (speculation.beside_prompts or not plan.chunks):
             speculation.draft(plan, budget, self.allocator, self.windows)
         if plan.decodes or plan.chunks:
+            if self._loose:
+                tables, most = [s.blocks for s in self.running], self.max_num_seqs
+                moves = self.allocator.move_down(tables, most, plan.copies)
+                plan.copies, self._loose = plan.copies + moves, bool(moves)
             plan.saves = self.take_saves()
             return plan
         self._unreported = plan.preempted
@@ -576,6 +581,7 @@ class Scheduler:
             known = sequence.tokens[: sequence.computed]
             self.prefixes.insert(sequence.identity, known, sequence.blocks, ended=True)
         self.allocator.release(sequence.blocks)
+        self._loose = self.compacts
         self.eviction.release(sequence)
         heapq.heappush(self.free_slots, sequence.slot)
         sequence.slot = -1
