@@ -77,13 +77,14 @@ def test_tokens_and_the_segments_that_steps_read(overlap: bool) -> None:
     for compacts in (False, True):
         engine = dataclasses.replace(ENGINE, compact_cache=compacts, overlap=overlap)
         with LLM(TWO_LAYERS, load_format="dummy", engine=engine) as llm:
-            blocks, run = list[int](), llm.runner._run
+            runner: Any = llm.runner
+            blocks, run = list[int](), runner._run
 
             def noted(key: Any, buffer: Any, blocks: list[int] = blocks, run: Any = run) -> Any:
                 blocks.append(key.blocks)
                 return run(key, buffer)
 
-            llm.runner._run = noted
+            runner._run = noted
             outputs = llm.generate(prompts, params)
             llm.engine.scheduler.check_integrity()
             told[compacts] = [x.outputs[0].token_ids for x in outputs], blocks
