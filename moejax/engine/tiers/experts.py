@@ -354,7 +354,9 @@ class ExpertTiers:
 
     def stats(self) -> dict[str, Any]:
         """Returns counts since the start or `reset_stats`, for `LLM.stats`."""
-        used = self.hits + self.misses
+        used, told = self.hits + self.misses, self.store.describe() if self.store else {}
+        if self._low_store is not None:
+            told["experts_host_bytes"] += self._low_store.describe()["experts_host_bytes"]
         return {
             "experts_slots": self.slots,
             "experts_share": self.slots / self.records.count,
@@ -367,7 +369,7 @@ class ExpertTiers:
             "experts_low_bits": self.lowered,
             "experts_foreseen": self.foreseen,
             "experts_foreseen_used": self.foreseen_used,
-            **(self.store.describe() if self.store else {}),
+            **told,
         }
 
 
