@@ -348,6 +348,10 @@ class ScalingConfig(RecordedSections, ModelSections):
 
     scaling: ScalingSection = field(default_factory=ScalingSection)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_tiers("scaling", "compares layouts of several devices, and slots are of one")
+
 
 @dataclass(frozen=True)
 class SimulateConfig(RecordedSections, ModelSections):

@@ -33,6 +33,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.kv_policy", "observe", lambda c: c.engine.kv_policy.method != "snapkv", "for method=snapkv"),
     ("engine.experts", "policy a2cr tier miss low_bits_below prefetch",
         lambda c: not c.engine.experts_in_tiers, "all experts are on the device"),
+    ("engine.experts", "prefetch", lambda c: c.engine.experts.tier != "disk", "for tier=disk"),
     ("engine.experts", "a2cr", lambda c: "a2cr" not in c.engine.experts.policy, "for policy=a2cr"),
     ("engine.experts", "low_bits_below", lambda c: c.engine.experts.miss != "low_bits", "for miss=low_bits"),
     ("engine.tiers", "host_gb codes disk_dir queue_depth direct",

@@ -84,7 +84,7 @@ class BlockPool:
             if self.host_reads:
                 arrays = jax.tree.leaves(self._segments[-1])
                 addresses = [array.unsafe_buffer_pointer() for array in arrays]
-                self._memory.append((addresses, list(map(_memory, arrays, addresses))))
+                self._memory.append((addresses, list(map(memory_of, arrays, addresses))))
         return tuple(self._segments[:count])
 
     def put(self, pages: Pages) -> None:
@@ -169,8 +169,8 @@ class BlockPool:
         return tuple(layer() if kind == self._kind else None for kind in self._kinds)
 
 
-def _memory(array: jax.Array, address: int) -> np.ndarray:
-    """Returns an array of the CPU's without a reference to it."""
+def memory_of(array: jax.Array, address: int) -> np.ndarray:
+    """Returns an array of the CPU's, at its `unsafe_buffer_pointer`, without a reference to it."""
     raw: Any = (ctypes.c_byte * array.nbytes).from_address(address)
     return np.frombuffer(raw, array.dtype).reshape(array.shape)
 

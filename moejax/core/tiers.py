@@ -77,8 +77,8 @@ class ExpertsConfig(Checked, section="engine.experts"):
             copy of 4.5 bits a value, all of which lie in the host's memory, where no token of the step gives
             the expert `low_bits_below` of its weight or more; it fetches the expert when one does.
         low_bits_below: see `miss`.
-        prefetch: experts that are fetched while the layer before them is computed: none, or those that the
-            next layer's router would choose by this layer's input ("next_router").
+        prefetch: experts that are read from disk while the layer before them is computed: none, or those that
+            the next layer's router would choose by this layer's input ("next_router").
     """
 
     resident: ResidentShare | None = None

@@ -93,7 +93,7 @@ class LLM:
         self._planned = EngineMemory.of(resolved, planned)
         if fill:  # what is only planned may be for another device
             self._planned.check(device_limit(devices=resolved.parallel.num_devices), planned)
-        self._weights = load(resolved, on_progress) if fill else planned
+        self._weights = load(resolved, on_progress, tiers=planned.tiers) if fill else planned
         self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
         self.seed = resolved.seed
         self.model_dir, self.config = resolved.directory, resolved.config

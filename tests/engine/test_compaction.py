@@ -93,6 +93,17 @@ def test_tokens_and_the_segments_that_steps_read(overlap: bool) -> None:
     assert told[False][1][-1] == 64 and told[True][1][-1] == 16
 
 
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    engine = dataclasses.replace(ENGINE, compact_cache=True, strict_compile=True)
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (8, 7, 8, 30)]
+    prompts = [[7, 11, 13, 17 + i] * (2 if i == 3 else 8) for i in range(4)]
+    with LLM(TWO_LAYERS, load_format="dummy", engine=engine) as llm:
+        llm.warmup(max_total_len=40, sampling_params=params[:1])
+        llm.generate(prompts, params)
+        assert llm.stats()["recompiles_after_warmup"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -174,8 +174,10 @@ def test_every_policy(policy: str) -> None:
 
 def test_all_of_them_resident_is_the_plain_engine() -> None:
     """No part of a step waits for the host where nothing can be absent."""
-    with opened(TWO_LAYERS, experts={"resident": 1.0}) as mine:
-        assert type(mine.runner).__name__ == "DeviceRunner" and mine.engine.tiers is None
+    everywhere: list[dict[str, Any]] = [{"experts": {"resident": 1.0}}, {"tiers": {"device_gb": 1.0}}]
+    for options in everywhere:
+        with opened(TWO_LAYERS, **options) as mine:
+            assert type(mine.runner).__name__ == "DeviceRunner" and mine.engine.tiers is None
 
 
 def test_slots_written_by_a_program_hold_what_memory_would() -> None:
@@ -260,7 +262,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"experts": {"resident": 0.5}, "tiers": {"device_gb": 1.0}}, "both say how many"),
     "host": (
         {"experts": {"resident": 0.5}, "tiers": {"host_gb": 1e-5}},
-        r"engine\.tiers\.host_gb=1e-05 does not hold the experts",
+        r"engine\.tiers\.host_gb=1e-05 does not hold the 0\.000\d+ GB of experts",
     ),
     "codes": (
         {
@@ -353,9 +355,40 @@ def test_a_step_that_fails_with_the_slots_makes_them_anew() -> None:
         wanted = mine.generate(PROMPTS[0], GREEDY)
         for array in slots_of(mine).arrays:
             array.delete()
-        mine.engine._forget()
+        with pytest.raises(StepError, match="deleted"):
+            mine.generate(PROMPTS[0], GREEDY)
         again = checked(mine).generate(PROMPTS[0], GREEDY)
         assert again[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+
+
+def test_an_interrupt_while_slots_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves half done is forgotten: no expert is taken for resident that has no slot."""
+    with opened(DEEP, experts={"resident": 0.5}) as mine:
+        wanted, tiers = mine.generate(PROMPTS[0], GREEDY), slots_of(mine)
+        tiers.clear()
+        put, left = tiers._put, [5]
+
+        def interrupted(*given: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            put(*given)
+
+        monkeypatch.setattr(tiers, "_put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mine.generate(PROMPTS[0], GREEDY)
+        tiers.check_integrity()
+        again = checked(mine).generate(PROMPTS[0], GREEDY)
+        assert again[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
+    experts = {"resident": 0.5, "tier": "disk", "prefetch": "next_router"}
+    with opened(DEEP, tmp_path, experts=experts, strict_compile=True) as mine:
+        mine.warmup(max_total_len=24, sampling_params=[GREEDY])
+        mine.generate(PROMPTS, GREEDY)
+        assert mine.stats()["recompiles_after_warmup"] == 0
 
 
 @pytest.mark.slow

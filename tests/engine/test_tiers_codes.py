@@ -95,5 +95,5 @@ def test_few_bits_for_what_weighs_little(tmp_path: Path) -> None:
 
 
 def test_copies_that_the_host_has_no_room_for() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.host_gb=.* does not hold the experts"):
+    with pytest.raises(ConfigError, match=r"engine\.tiers\.host_gb=0\.0001 does not hold the .* GB"):
         opened(DEEP, experts={"resident": 0.5, "miss": "low_bits"}, tiers={"host_gb": 1e-4})

@@ -167,7 +167,7 @@ def test_a_simulation_refuses_what_depends_on_attention():
         compose(["engine.kv_policy.method=h2o"], experiment="simulate")
 
 
-@pytest.mark.parametrize("experiment", ["simulate", "profile", "program"])
+@pytest.mark.parametrize("experiment", ["simulate", "profile", "program", "scaling"])
 def test_experts_in_tiers_are_refused_by_what_wants_whole_steps(experiment: str) -> None:
     with pytest.raises(ConfigError, match=r"^engine\.experts\.resident, .*; leave them null"):
         compose(["engine.experts.resident=0.5"], experiment=experiment)

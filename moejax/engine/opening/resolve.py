@@ -24,7 +24,8 @@ from moejax.engine.opening.quantize import QuantizationPlan, plan_quantization
 from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
-from moejax.engine.scheduling.eviction import check_compaction, check_kv_policy
+from moejax.engine.scheduling.eviction import check_kv_policy
+from moejax.engine.scheduling.groups import check_compaction
 from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.engine.tiers.experts import check_tiers

@@ -94,12 +94,19 @@ class Weights:
         return absent
 
 
-def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill: bool = True) -> Weights:
+def load(
+    resolved: ResolvedEngine,
+    on_progress: Progress | None = None,
+    *,
+    fill: bool = True,
+    tiers: ExpertTiers | None = None,
+) -> Weights:
     """Returns the weights of all stages, quantized as planned.
 
     Args:
         on_progress: while methods calibrate, told the share that is done, 0 to 1, and what is being done.
         fill: False leaves the weights without values: shapes, for an engine that never runs.
+        tiers: what it has planned so for experts that are not all on the device, to be filled now.
 
     Raises:
         CheckpointError: see `moejax.checkpoint.hf.load_pretrained`.
@@ -108,7 +115,8 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
     plan, parallel = resolved.quantization, resolved.parallel
     rounding = QuantizeOnLoad({} if plan.calibrates else plan.weights, resolved.quant)
     ranges = split_layers(resolved.config, parallel.pp, parallel.stage_layers)
-    tiers = load(resolved, fill=False).tiers if fill and resolved.engine.experts_in_tiers else None
+    if fill and tiers is None and resolved.engine.experts_in_tiers:
+        tiers = load(resolved, fill=False).tiers
     with contextlib.ExitStack() as failed:
         if tiers is not None:
             failed.callback(tiers.close)
@@ -142,12 +150,14 @@ def load(resolved: ResolvedEngine, on_progress: Progress | None = None, *, fill:
             _place_shapes(stage, place)
     pairs, config = zip(stages, resolved.places, strict=True), resolved.engine.adapters
     slots = ChainMap(*(dict(attach(stage, config, place, fill=fill)) for stage, place in pairs))
-    if tiers is None and not fill and resolved.engine.experts_in_tiers:
+    if not fill and resolved.engine.experts_in_tiers:
         engine = resolved.engine
         tiers = ExpertTiers(engine.experts, engine.tiers, stages[0], engine.max_num_batched_tokens)
+        if tiers.slots == tiers.records.count:  # as if it had not been asked for
+            tiers = None
     functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]
     if tiers is not None:
-        functions = [PartFunctions(stages[0], foresees=tiers.config.prefetch == "next_router")]
+        functions = [PartFunctions(stages[0], foresees=tiers.foresees)]
         resolutions = [*resolutions, *settled]
     return Weights(
         stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions), tiers

@@ -193,17 +193,6 @@ class Eviction:
         return gone
 
 
-def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: str) -> None:
-    """Raises `ConfigError` where blocks that are in use cannot move, or would for nothing."""
-    refusals = {
-        "GPU kernels, which read blocks wherever they lie": kernels != "xla",
-        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled,
-        "engine.batching=static, which ends a batch whole": engine.batching == "static",
-        "several devices": not parallel.is_single,
-    }
-    refuse("engine.compact_cache=true", engine.compact_cache, refusals)
-
-
 def check_kv_policy(
     engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig, kernels: str, window: int | None
 ) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 from moejax.cache.allocator import BlockAllocator, WindowAllocator
 from moejax.cache.prefix import PrefixTree, make_prefixes
 from moejax.core.config import EngineConfig, PrefixCacheConfig
+from moejax.core.errors import refuse
+from moejax.core.parallel import ParallelConfig
 from moejax.engine.scheduling.plan import GroupPlan, StepPlan, joined, of_groups
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
@@ -185,6 +187,17 @@ def scheduler_of(
     for scheduler in schedulers:
         scheduler.compacts = config.compact_cache
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
+
+
+def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: str) -> None:
+    """Raises `ConfigError` where blocks that are in use cannot move, or would for nothing."""
+    refusals = {
+        "GPU kernels, which read blocks wherever they lie": kernels != "xla",
+        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled,
+        "engine.batching=static, which ends a batch whole": engine.batching == "static",
+        "several devices": not parallel.is_single,
+    }
+    refuse("engine.compact_cache=true", engine.compact_cache, refusals)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

@@ -298,7 +298,8 @@ class BucketRunner(ABC):
             buffer = np.tile(self.builder.empty(key), self.groups)
             jax.block_until_ready(self._run(key, buffer))
         counts = sorted({segments for _, _, segments in reachable})
-        for segments in counts if samples > 1 or self.config.prefix_cache.enabled else ():
+        copies = samples > 1 or self.config.prefix_cache.enabled or self.config.compact_cache
+        for segments in counts if copies else ():
             self._copier(segments)
         for z in range(counts[-1] if self.store_slots else 0):
             self._mover(z, True)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
+FLOATS = ("float32", "bfloat16", "float16")
+"""Dtypes of what is put into codes."""
 BLOCK = 256
 _PARTS = 8
 """Of a block of q4_k, each with a scale and a minimum of six bits."""

@@ -1,6 +1,6 @@
 """The experts of a model that are not all on the device: slots there, all of them in the store below."""
 
-import ctypes
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moejax.cache.pool import memory_of
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError, refuse
 from moejax.core.files import cache_root, content_hash
@@ -22,7 +23,7 @@ from moejax.core.quant import QuantConfig
 from moejax.core.resolve import Resolution
 from moejax.core.tiers import ExpertsConfig, TiersConfig
 from moejax.core.words import byte_words
-from moejax.engine.step.functions import shapes_of
+from moejax.engine.tiers.codes import FLOATS
 from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec
@@ -51,12 +52,15 @@ class ExpertTiers:
         layers: numbers of the layers with experts.
         arrays: the slots `[slots, ...]` of each array of an expert; shapes until `open`.
         table: int32 `[layers, E + 1]`, each expert's slot, and `slots` for none.
+        foresees: whether experts are fetched ahead; in the host's memory there is nothing to fetch.
         lock: whoever runs a step holds it, since several engines may share the weights.
         reader: what the program gives that was launched last, and reads the slots.
+        most_below: bytes of the host's memory that experts take at the most.
         in_place: experts are written into the slots' memory, not by a program that has it donated.
 
     Raises:
-        ConfigError: layers that differ, or slots that do not hold what one step may need in one layer.
+        ConfigError: layers that differ, slots that do not hold what one step may need in one layer, or too
+            little memory of the host.
     """
 
     def __init__(self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int) -> None:
@@ -84,11 +88,12 @@ class ExpertTiers:
                 "any expert; take a quant.format with scales for each"
             )
         self._missing = set(self._places)
+        self.foresees = config.prefetch == "next_router" and config.tier == "disk"
         every = len(self.layers) * self.num_experts
         one = [(shape[1:], dtype) for shape, dtype in shapes]
         lossy = {"tiers.codes": tiers.codes != "none", "experts.miss": config.miss == "low_bits"}
         for name in [name for name, asked in lossy.items() if asked]:
-            if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in one):
+            if not all(str(dtype) in FLOATS for _, dtype in one):
                 raise ConfigError(
                     f"engine.{name}: the experts are quantized, of few bits as it is; leave it or quant out"
                 )
@@ -99,6 +104,16 @@ class ExpertTiers:
             key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.held)
         self.slots, self._key, self._top_k = min(self.slots, every), key, top_k
         self.check_room(tokens)
+        low = 0 if self._lower is None else every * self._lower.nbytes
+        below = every * self.records.nbytes * (config.tier == "host") + low
+        if tiers.host_gb is not None and below > 1e9 * tiers.host_gb:
+            raise ConfigError(
+                f"engine.tiers.host_gb={tiers.host_gb:g} does not hold the {below / 1e9:.3g} GB of experts in"
+                " the host's memory; raise it, or have less there by engine.experts.tier or miss"
+            )
+        # What is left of it has room for what was read last.
+        self._room = 0.0 if config.tier == "host" else max(0.0, 1e9 * (tiers.host_gb or 0) - low)
+        self.most_below = below + self._room
         self.arrays: list[Any] = [
             jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype) for leaf in self.records.leaves
         ]
@@ -125,31 +140,27 @@ class ExpertTiers:
             identity: tells by what weights in a file are known again.
 
         Raises:
-            ConfigError, OutputError: there is no room for them.
+            OutputError, CheckpointError: the file cannot be written, or read.
         """
-        tiers, limit = self.tiers, None if self.tiers.host_gb is None else self.tiers.host_gb * 1e9
+        tiers = self.tiers
         if self._lower is not None:
-            self._low_store = HostStore(self._lower, limit)
-            limit = None if limit is None else limit - self._lower.count * self._lower.nbytes
+            self._low_store = HostStore(self._lower)
         if self.config.tier == "host":
-            self.store = HostStore(self.records, limit)
+            self.store = HostStore(self.records)
         else:
             folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "experts"
             options: dict[str, Any] = {"queue_depth": tiers.queue_depth, "direct": tiers.direct}
-            self.store = DiskStore(self.records, folder, content_hash(identity()), limit=limit, **options)
+            self.store = DiskStore(
+                self.records, folder, content_hash(identity()), limit=self._room, **options
+            )
         self._make_slots()
 
     def _make_slots(self) -> None:
         self.arrays = [jnp.zeros(array.shape, array.dtype) for array in self.arrays]
-        write = jax.jit(
-            lambda slots, at, new: [s.at[at].set(x) for s, x in zip(slots, new, strict=True)],
-            donate_argnums=0,
-        )
-        one = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.records.leaves]
-        at = jax.ShapeDtypeStruct((), jnp.int32)
-        self._write = write.lower(shapes_of(self.arrays), at, one).compile()
         jax.block_until_ready(self.arrays)
-        self._memory = [memory_of(array) for array in self.arrays if self.in_place]
+        self._memory = [
+            memory_of(array, array.unsafe_buffer_pointer()) for array in self.arrays if self.in_place
+        ]
 
     def clear(self) -> None:
         """Empties all slots."""
@@ -162,10 +173,9 @@ class ExpertTiers:
         self._lowered = set[int]()  # residents that are copies of few bits
 
     def reset(self) -> None:
-        """Mends what a failed step has left: slots that it took along are made anew."""
-        self._coming.clear()
-        if any(isinstance(array, jax.Array) and array.is_deleted() for array in self.arrays):
-            self.clear()
+        """Starts with empty slots after a step that failed, wherever it was; those it took along are new."""
+        self.clear()
+        if not self.in_place or any(array.is_deleted() for array in self.arrays):
             self._make_slots()
 
     def take(self, name: str, value: jax.Array) -> bool:
@@ -221,7 +231,7 @@ class ExpertTiers:
             int32 `[E + 1]`, the layer's row of `table`.
 
         Raises:
-            CheckpointError: an expert cannot be read; nothing has changed then.
+            CheckpointError: an expert cannot be read; `reset` must follow.
         """
         E, first = self.num_experts, place * self.num_experts
         flat = ids.reshape(-1)
@@ -230,9 +240,9 @@ class ExpertTiers:
         mass = np.bincount(flat, weights.reshape(-1), E + 1)[:E]
         needed = needed[:E]
         absent = self.residency.absent(place, needed).tolist()
-        self.hits += int(needed.sum()) - len(absent)
-        self.misses += len(absent)
         low, again = self._in_low_bits(place, ids, weights, absent)
+        self.misses += len(absent) + len(again)
+        self.hits += int(needed.sum()) - len(absent) - len(again)
         start = time.perf_counter()
         arrays = self._fetch([*absent, *again], low)
         self._release(self.residency.turn(place, needed, mass))
@@ -268,9 +278,9 @@ class ExpertTiers:
         if self.in_place:
             jax.block_until_ready(self.reader)
             for memory, array in zip(self._memory, arrays, strict=True):
-                memory[slot] = array.reshape(-1).view(np.uint8)
+                memory[slot] = array
         else:
-            self.arrays = self._write(self.arrays, np.int32(slot), arrays)
+            self.arrays = _write(self.arrays, np.int32(slot), arrays)
 
     def foresee(self, place: int, ids: Ints) -> None:
         """Has the experts fetched that a layer is thought to visit at its coming turn."""
@@ -333,14 +343,6 @@ class ExpertTiers:
         }
 
     @property
-    def most_below(self) -> float:
-        """Bytes of the host's memory that experts take at the most."""
-        low = 0 if self._lower is None else self._lower.count * self._lower.nbytes
-        if self.config.tier == "host":
-            return self.records.count * self.records.nbytes + low
-        return max(1e9 * (self.tiers.host_gb or 0), low)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the slots."""
         return self.slots * self.records.held
@@ -373,10 +375,9 @@ class ExpertTiers:
         }
 
 
-def memory_of(array: jax.Array) -> np.ndarray:
-    """Returns the bytes `[slots, n]` of an array of the CPU's as memory, without a reference to it."""
-    raw: Any = (ctypes.c_byte * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(raw, np.uint8).reshape(array.shape[0], -1)
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(slots: list[jax.Array], at: jax.Array, new: list[jax.Array]) -> list[jax.Array]:
+    return [array.at[at].set(values) for array, values in zip(slots, new, strict=True)]
 
 
 def check_tiers(

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.engine.step.batch import layout
-from moejax.engine.step.device_runner import DeviceRunner
+from moejax.engine.step.device_runner import DeviceRunner, Launched, LaunchedTiles
 from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import Program
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.program import Captured, DeviceState, PagedOutput
+from moejax.engine.step.runner import StepResult
 from moejax.engine.tiers.experts import ExpertTiers
 from moejax.engine.tiers.program import Carried, Part, PartFunctions, counted
 from moejax.routing.capture import id_dtype
@@ -46,13 +47,21 @@ class TieredRunner(DeviceRunner):
         self._compiled: dict[StepKey, list[Any]] = {}
         self._nowhere = np.zeros(tiers.num_experts + 1, np.int32)
 
-    def reset(self) -> None:
-        super().reset()
-        self.tiers.reset()
-
     def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         with self.tiers.lock:  # other engines of these weights have the same slots
-            return self._in_parts(key, buffer)
+            try:
+                return self._in_parts(key, buffer)
+            except BaseException:  # an interrupt, too: table and slots may differ
+                self.tiers.reset()
+                raise
+
+    def collect(self, handle: Launched | LaunchedTiles) -> StepResult:
+        try:
+            return super().collect(handle)
+        except BaseException:
+            with self.tiers.lock:
+                self.tiers.reset()
+            raise
 
     def _in_parts(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
         tiers, routed = self.tiers, list[tuple[np.ndarray, np.ndarray]]()
@@ -109,8 +118,9 @@ class TieredRunner(DeviceRunner):
         model, told = self.functions.config, output
         ids = [mine for mine, _ in read]
         if key.record:
+            none: Any = np.zeros(2, np.int32)
             counts: Any = counted(ids, self.tiers.layers, model.num_layers, model.num_experts)
-            told = told._replace(counts=counts, overflow=jnp.zeros(2, jnp.int32))
+            told = told._replace(counts=counts, overflow=none)
         if self.limits.capture:
             stacked: Any = np.stack(ids, axis=1).astype(id_dtype(model.num_experts))
             weights: Any = np.stack([mine for _, mine in read], axis=1)

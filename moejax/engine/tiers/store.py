@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moejax.core.errors import CheckpointError, ConfigError, OutputError, os_errors
+from moejax.core.errors import CheckpointError, OutputError, os_errors
 from moejax.core.files import canonical_json
-from moejax.engine.tiers.codes import CODECS, Codec
+from moejax.engine.tiers.codes import CODECS, FLOATS, Codec
 
 ALIGNED = 4096
 """Bytes that positions, lengths and buffers of unbuffered reads are multiples of."""
@@ -60,7 +60,7 @@ class Records:
         start = self.held = 0
         for shape, dtype in leaves:
             dtype, size = np.dtype(dtype), math.prod(shape)
-            coded = len(shape) > 1 and str(dtype) in ("float32", "bfloat16", "float16")
+            coded = len(shape) > 1 and str(dtype) in FLOATS
             codec = CODECS.get(codes) if coded else None
             nbytes = size * dtype.itemsize if codec is None else codec.nbytes(size)
             self.leaves.append(Leaf(tuple(shape), dtype, start, nbytes, codec))
@@ -86,21 +86,12 @@ class Records:
 
 
 class HostStore:
-    """All experts in the host's memory.
-
-    Raises:
-        ConfigError: `limit` bytes do not hold them.
-    """
+    """All experts in the host's memory."""
 
     bytes_read, written = 0, False
 
-    def __init__(self, records: Records, limit: float | None) -> None:
-        self.records, size = records, records.count * records.nbytes
-        if limit is not None and size > limit:
-            raise ConfigError(
-                f"engine.tiers.host_gb={limit / 1e9:g} does not hold the experts, {size / 1e9:.3g} GB; raise "
-                "it, or use engine.experts.tier=disk"
-            )
+    def __init__(self, records: Records) -> None:
+        self.records = records
         self._memory = np.empty((records.count, records.nbytes), np.uint8)
 
     def write(self, index: int, leaf: int, value: np.ndarray) -> None:
@@ -134,10 +125,11 @@ class DiskStore:
     Args:
         limit: bytes of the host's memory.
         queue_depth: reads under way at a time.
-        direct: past the operating system's cache, where that is possible (`describes` whether it was).
+        direct: past the operating system's cache, where that is possible (`describe` tells whether it was).
 
     Raises:
         OutputError: the folder cannot be written.
+        CheckpointError: the file cannot be read.
     """
 
     def __init__(
@@ -167,7 +159,7 @@ class DiskStore:
         self._sums = np.zeros((records.count, len(records.leaves)), np.uint32)
         self._end = self._first + records.count * records.stride
         self._wanted_direct, self.direct = direct, False
-        self._most = int((limit or 0) // records.nbytes)
+        self._most = int((limit or 0) // records.stride)
         self._kept: OrderedDict[int, Bytes] = OrderedDict()
         self._lock, self._depth = threading.Lock(), queue_depth
         self._readers: ThreadPoolExecutor | None = None
@@ -226,8 +218,9 @@ class DiskStore:
             file = os.open(self.path, os.O_RDONLY)
         except OSError:
             return False
-        head = os.pread(file, 8 + len(self._header), 0)
-        sums = os.pread(file, self._sums.nbytes, self._end)
+        with os_errors(CheckpointError, f"cannot read {self.path}"):
+            head = os.pread(file, 8 + len(self._header), 0)
+            sums = os.pread(file, self._sums.nbytes, self._end)
         if head[8:] != self._header or len(sums) != self._sums.nbytes:
             os.close(file)
             return False
@@ -303,7 +296,7 @@ class DiskStore:
     def describe(self) -> dict[str, Any]:
         """Returns what `LLM.stats` tells of it."""
         return {
-            "experts_host_bytes": len(self._kept) * self.records.nbytes,
+            "experts_host_bytes": len(self._kept) * self.records.stride,
             "experts_read_bytes": self.bytes_read,
             "experts_direct_reads": self.direct,
         }
