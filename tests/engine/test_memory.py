@@ -118,9 +118,9 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(monkeypatch: pytest.
     available(monkeypatch, 4.6e6)
     loads: list[bool] = []
 
-    def noted(resolved: Any, on_progress: Any = None, *, fill: bool = True) -> Weights:
+    def noted(resolved: Any, on_progress: Any = None, *, fill: bool = True, **rest: Any) -> Weights:
         loads.append(fill)
-        return load(resolved, on_progress, fill=fill)
+        return load(resolved, on_progress, fill=fill, **rest)
 
     monkeypatch.setattr(llm_module, "load", noted)
     with pytest.raises(ConfigError) as refused:
