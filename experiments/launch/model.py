@@ -63,9 +63,13 @@ def open_with_policy(config: RoutingPoliciesConfig, policy: PolicyPreset | None)
     )
 
 
-def open_capturing(config: OffloadConfig) -> LLM:
-    """Opens the model so that it captures its routing; raises what `LLM` raises."""
-    return _open(config, None, replace(config.engine, capture_routing=True))
+def open_capturing(config: OffloadConfig, **experts: Any) -> LLM:
+    """Opens the model so that it captures its routing, and with these fields of `engine.experts`; raises what
+    `LLM` raises."""
+    engine = config.engine
+    return _open(
+        config, None, replace(engine, capture_routing=True, experts=replace(engine.experts, **experts))
+    )
 
 
 def _open(

@@ -72,7 +72,14 @@ EXPERIMENTS: Mapping[str, Report] = {
     "routing_policies": Report(
         "routing_policies:print_routing_policies", {"pareto": "routing_policies:pareto_plot"}
     ),
-    "offload": Report("offload:print_offload", {"hits": "offload:hits_plot"}),
+    "offload": Report(
+        "offload:print_offload",
+        {
+            "hits": "offload:hits_plot",
+            "lookahead": "offload:lookahead_plot",
+            "timeline": "offload:timeline_plot",
+        },
+    ),
     "scaling": Report(
         "scaling:print_scaling", {"scaling": "scaling:layouts_plot", "routing": "scaling:routed_plot"}
     ),

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moejax import LLM, EngineConfig
+from moejax import LLM, EngineConfig, SamplingParams
 from moejax.bench.offload.config import OffloadSection
+from moejax.bench.offload.lookahead import next_router
 from moejax.bench.offload.run import run_offload
 from moejax.core.errors import ConfigError
+from moejax.core.tiers import ExpertsConfig
 from tests.bench.runs import run_into
 from tests.model_shapes import DENSE, TWO_LAYERS
 
@@ -21,10 +23,11 @@ class Letters:
         return [ord(c) % 96 for c in text]
 
 
-def engine() -> LLM:
+def engine(**experts: Any) -> LLM:
     made = EngineConfig(
         compile_cache=False, max_model_len=40, max_num_seqs=4, block_size=4, autotune="rules",
         capture_routing=True, seq_buckets=[4], token_buckets=[32], block_buckets=[16],
+        experts=ExpertsConfig(**experts),
     )  # fmt: skip
     llm = LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=made)
     llm.tokenizer = Letters()  # type: ignore[assignment]
@@ -51,9 +54,70 @@ def test_captured_and_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert case["missed_bytes"] == misses * found["offload"]["expert_bytes"] == case["moved_bytes"]
         assert case["stall_share_transition"] <= case["stall_share"]
     again = run(tmp_path / "second", OffloadSection(trace=str(tmp_path / "first"), **options))
-    assert again["cases"] == found["cases"] and again["predictors"] == found["predictors"]
+    *others, router = found["predictors"]
+    assert router["predictor"] == "next_router" and router["layer_recall"][0] is None
+    assert again["predictors"] == others
+    added = {"stall_share_next_router", "moved_bytes_next_router"}
+    assert again["cases"] == [{k: v for k, v in row.items() if k not in added} for row in found["cases"]]
     steps = OffloadSection(trace=str(tmp_path / "first"), batching="recorded", parts=2, shares=[1.0])
     assert run(tmp_path / "third", steps)["offload"]["traces"] == 2
+
+
+def test_next_router_is_what_the_engine_foresees(tmp_path: Path) -> None:
+    """The experts that an engine on disk fetches ahead are those that the replay is told of."""
+    tokens = np.random.default_rng(1).integers(0, 96, (1, 12))
+    with engine() as plain:
+        guesses = next_router(plain.model, tokens)
+    assert guesses.shape == (1, 12, 2, TWO_LAYERS.num_experts) and not guesses[:, :, 0].any()
+    with engine(resident=1.0 - 1e-9, tier="disk", prefetch="next_router") as tiered:
+        tiers, foreseen = tiered.engine.tiers, list[np.ndarray]()
+        foresee = tiers.foresee
+        tiers.foresee = lambda place, ids: (foreseen.append(ids), foresee(place, ids))
+        tiered.generate([tokens[0].tolist()], SamplingParams(max_tokens=1, temperature=0))
+    whole = np.zeros((12, TWO_LAYERS.num_experts + 1), bool)
+    (ids,) = [each for each in foreseen if (each < TWO_LAYERS.num_experts).any()]
+    rows = ids[(ids < TWO_LAYERS.num_experts).any(axis=1)]
+    np.put_along_axis(whole, rows, True, axis=1)
+    assert (whole[:, :-1] == guesses[0, :, 1]).all()
+
+
+@pytest.mark.slow
+def test_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(c) for c in np.random.default_rng(0).integers(32, 120, 130)))
+    section = OffloadSection(
+        mode="measured",
+        text=str(text),
+        seq_len=20,
+        output_len=8,
+        shares=[0.75],
+        policies=["lru"],
+        resamples=200,
+    )
+    opened: list[dict[str, Any]] = []
+
+    def model(**experts: Any) -> LLM:
+        opened.append(experts)
+        return engine(**experts)
+
+    with run_into(tmp_path / "out", "offload", {"offload": dataclasses.asdict(section)}) as this:
+        found = run_offload(model, TWO_LAYERS, section, this, seed=0)
+    assert [each["resident"] for each in opened] == [None, 0.75, 0.75, 0.75]
+    assert [each.get("tier") for each in opened] == [None, "host", "disk", "disk"]
+    everything, *tiered = found["cases"]
+    assert everything["tpot_ratio"] == 1.0 and everything["hit_rate"] is None
+    for case, line in zip(tiered, found["timelines"][1:], strict=True):
+        assert 0 < case["hit_rate"] <= case["best_hit_rate"] <= 1
+        steps = len(line["misses"])
+        assert sum(line["misses"]) == pytest.approx(case["step_misses"] * steps)
+        assert sum(line["hits"]) / (sum(line["hits"]) + sum(line["misses"])) == pytest.approx(
+            case["hit_rate"]
+        )
+        assert all(0 <= wait <= step for wait, step in zip(line["wait_ms"], line["step_ms"], strict=True))
+    # All are the same requests with the same tokens and policy.
+    assert len({case["hit_rate"] for case in tiered}) == 1 and tiered[2]["step_read_bytes"] > 0
+    assert {p.name for p in (tmp_path / "out").glob("*.png")} == {"hits.png", "timeline.png"}
+    assert "each engine from empty slots" in capsys.readouterr().err
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -61,6 +125,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         OffloadSection(shares=[0.0])
     with pytest.raises(ConfigError, match=r"offload\.mode"):
         OffloadSection(mode="serve")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"offload\.policies: belady, static needs .* choose among lru"):
+        OffloadSection(mode="measured", policies=["static", "belady", "lru"])
+    with pytest.raises(
+        ConfigError, match=r"offload\.output_len=256 leaves no prompt of offload\.seq_len=256"
+    ):
+        OffloadSection(mode="measured", output_len=256)
     with pytest.raises(ConfigError, match=r"offload\.trace=none\.npz: there is no such file"):
         OffloadSection(trace="none.npz")
     with pytest.raises(ConfigError, match="has no experts to keep resident"):

@@ -1,7 +1,6 @@
 """What experts in tiers cost: the `tiers` table of an A/B run of fixed batches."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ from moejax.bench.ab.eviction import decode, mean_kl, whole_windows
 from moejax.bench.ab.measure import BatchLoad, Load
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import engine_of
+from moejax.bench.offload.measure import answer
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import Logprob
-from moejax.routing.residency import recorded_visits, replay
 
 _WINDOWS = 8
 
@@ -32,47 +31,12 @@ def tiers_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
         windows = whole_windows(engines[0][1], case.prompt_len + case.output_len, _WINDOWS)
         base = _decoded(engines[0][1], windows, case.prompt_len)
     for name, llm in engines:
-        if (tiers := llm.engine.tiers) is None:
+        if llm.engine.tiers is None:
             continue
         llm.generate(prompts, params)  # compiles what reports log-probabilities
-        captures = llm.engine_config.capture_routing
-        if captures:
-            llm.reset_capture()
-        tiers.clear()
-        llm.reset_stats()
-        start = time.perf_counter()
-        llm.generate(prompts, params)
-        seconds, stats = time.perf_counter() - start, llm.stats()
-        best = None
-        if captures:
-            visits = recorded_visits(llm.routing_capture())
-            absent = replay("belady", visits, [tiers.slots])[0, 0] & visits.needed[0]
-            best = 1 - float(absent.sum() / visits.accesses[0])
-        misses, foreseen, used = (
-            stats[f"experts_{name}"] for name in ("misses", "foreseen", "foreseen_used")
-        )
-        config = tiers.config
-        rows.append(
-            {
-                "variant": name,
-                "tier": config.tier,
-                "policy": config.policy,
-                "prefetch": config.prefetch,
-                "resident_share": stats["experts_share"],
-                "slots": tiers.slots,
-                "hit_rate": stats["experts_hit_rate"],
-                "best_hit_rate": best,
-                "step_misses": misses / stats["steps"],
-                "step_moved_bytes": stats["experts_moved_bytes"] / stats["steps"],
-                "step_read_bytes": stats["experts_read_bytes"] / stats["steps"],
-                "wait_share": stats["experts_wait_s"] / seconds,
-                "precision": used / foreseen if foreseen else None,
-                "recall": used / misses if foreseen and misses else None,
-                "slot_bytes": tiers.nbytes,
-                "below_bytes": stats["experts_host_bytes"],
-                "kl": mean_kl(base, _decoded(llm, windows, case.prompt_len)) if windows else None,
-            }
-        )
+        row = answer(llm, prompts, params).row
+        kl = mean_kl(base, _decoded(llm, windows, case.prompt_len)) if windows else None
+        rows.append({"variant": name, **row, "kl": kl})
     return rows
 
 

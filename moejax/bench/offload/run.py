@@ -8,6 +8,8 @@ import numpy as np
 from moejax.bench.common.held_out import read_windows
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.offload.config import OffloadSection
+from moejax.bench.offload.lookahead import next_router
+from moejax.bench.offload.measure import run_measured
 from moejax.bench.quantization.metrics import WindowBootstrap
 from moejax.bench.routing.rows import expert_bytes
 from moejax.core.config import ModelConfig
@@ -25,18 +27,19 @@ from moejax.routing.source import open_trace
 
 
 def run_offload(
-    open_model: Callable[[], LLM],
+    open_model: Callable[..., LLM],
     model: ModelConfig,
     section: OffloadSection,
     run: ExperimentRun,
     *,
     seed: int,
 ) -> Result:
-    """Runs the experiment and finishes `run`; `cases` has a row per resident share and policy, `predictors`
-    one for each of them.
+    """Runs the experiment and finishes `run`; `cases` has a row per resident share and policy (and tier and
+    way to prefetch, where engines run), `predictors` one for each of them.
 
     Args:
-        open_model: opens the model with `engine.capture_routing`; not called where a trace is given.
+        open_model: opens the model with `engine.capture_routing` and what it is given of `engine.experts`;
+            not called where a trace is given.
         model: whose experts' bytes count, and which the trace has to fit.
         seed: of windows and resamples.
 
@@ -46,8 +49,11 @@ def run_offload(
     """
     if not any(model.moe_layers):
         raise ConfigError(f"offload: {run.model} has no experts to keep resident")
+    if section.mode == "measured":
+        return run_measured(open_model, section, run, seed=seed)
+    guesses = None
     if section.trace is None:
-        capture = _capture(open_model(), section, run, seed)
+        capture, guesses = _capture(open_model(), section, run, seed)
         files = [capture.save(run.out_dir / CAPTURE_FILE)]
     else:
         capture, files = open_trace("offload.trace", section.trace, model), []
@@ -63,7 +69,9 @@ def run_offload(
         visits.accesses, resamples=section.resamples, confidence=section.confidence, seed=seed
     )
     foreseen = {name: predict(name, visits) for name in PREDICTORS}
-    policies = [*(name for name in section.policies if name != "belady"), "belady"]
+    if guesses is not None and section.batching == "single":
+        foreseen["next_router"] = guesses
+    policies = [*(name for name in section.chosen if name != "belady"), "belady"]
     missed, rows = {}, dict[tuple[str, int], dict[str, Any]]()
     with progress("policies", total=len(policies)) as task:
         for policy in policies:
@@ -83,22 +91,31 @@ def run_offload(
         row["missed_bytes"] = float(misses.sum() * size)
     cases = [rows[policy, at] for at in range(len(capacities)) for policy in policies]
     metrics = {f"hit_rate_{row['policy']}_{100 * row['resident_share']:g}": row["hit_rate"] for row in cases}
-    about = {"traces": len(visits.needed), "accesses": int(visits.accesses.sum()), "expert_bytes": size}
-    predictors = [_predictor_row(name, foreseen[name], visits, section, seed) for name in PREDICTORS[1:]]
+    about: dict[str, Any] = {
+        "traces": len(visits.needed),
+        "accesses": int(visits.accesses.sum()),
+        "expert_bytes": size,
+    }
+    predictors = [_predictor_row(name, foreseen[name], visits, section, seed) for name in list(foreseen)[1:]]
+    about["layers"] = list(capture.layers)
     result = run.result(metrics=metrics, cases=cases, predictors=predictors, offload=about)
     return run.finish(result, files=files)
 
 
-def _capture(llm: LLM, section: OffloadSection, run: ExperimentRun, seed: int) -> RoutingCapture:
-    """Routes the windows of the text, each as a prompt; what follows it is not used."""
+def _capture(
+    llm: LLM, section: OffloadSection, run: ExperimentRun, seed: int
+) -> tuple[RoutingCapture, np.ndarray | None]:
+    """Routes the windows of the text, each as a prompt; what follows it is not used. Returns also what the
+    next layer's router would choose (`next_router`), unless the experts are in tiers."""
     windows = read_windows(section, llm.model_dir, llm.tokenizer, llm.max_model_len, seed)
     run.record(seeds={"seed": seed}, checkpoint=llm.model_dir, workload=windows.fingerprint)
     whole = windows.tokens[windows.scored.all(axis=1), : section.seq_len]
     llm.reset_capture()
     llm.generate(whole.tolist(), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     capture = llm.routing_capture()
+    guesses = next_router(llm.model, whole) if llm.engine.tiers is None else None
     llm.close()
-    return capture
+    return capture, guesses
 
 
 def _stall_fields(
@@ -119,11 +136,13 @@ def _stall_fields(
 def _predictor_row(
     name: str, predicted: np.ndarray, visits: Visits, section: OffloadSection, seed: int
 ) -> dict[str, Any]:
-    """Precision and recall with intervals over traces."""
+    """Precision and recall with intervals over traces; the recall of each layer, None where nothing is."""
     row: dict[str, Any] = {"predictor": name}
     right = (predicted & visits.needed).sum((1, 2, 3))
     for figure, of in (("precision", predicted.sum((1, 2, 3))), ("recall", visits.accesses)):
         if of.all():
             boot = WindowBootstrap(of, resamples=section.resamples, confidence=section.confidence, seed=seed)
             row |= interval_fields(figure, boot.mean(right))
+    of_layer = [part.sum((0, 1, 3)) for part in (predicted & visits.needed, visits.needed, predicted)]
+    row["layer_recall"] = [float(a / b) if c and b else None for a, b, c in zip(*of_layer, strict=True)]
     return row

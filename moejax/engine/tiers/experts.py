@@ -3,6 +3,7 @@
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from moejax.nn.param import ParamSpec
 from moejax.routing.capture import Floats, Ints
 from moejax.routing.residency import ReplayOptions, Residency
 
+_REMEMBERED = 4096  # steps
+
 
 def split_layer(layer: nnx.Module) -> tuple[Any, Any, Any]:
     """Returns a decoder layer's structure, the arrays of its routed experts and all others."""
@@ -56,6 +59,7 @@ class ExpertTiers:
         lock: whoever runs a step holds it, since several engines may share the weights.
         reader: what the program gives that was launched last, and reads the slots.
         most_below: bytes of the host's memory that experts take at the most.
+        history: of the newest steps, instant, hits, misses and seconds waited when each began.
         in_place: experts are written into the slots' memory, not by a program that has it donated.
 
     Raises:
@@ -218,6 +222,7 @@ class ExpertTiers:
 
     def step(self) -> None:
         """Begins a step."""
+        self.history.append((time.perf_counter(), self.hits, self.misses, self.wait_s))
         self._release(self.residency.step())
 
     def require(self, place: int, ids: Ints, weights: Floats) -> np.ndarray:
@@ -350,7 +355,7 @@ class ExpertTiers:
     def reset_stats(self) -> None:
         """Starts the counts afresh."""
         self.hits = self.misses = self.foreseen = self.foreseen_used = self.lowered = 0
-        self.wait_s = 0.0
+        self.wait_s, self.history = 0.0, deque[tuple[float, int, int, float]](maxlen=_REMEMBERED)
         if self.store is not None:
             self.store.bytes_read = 0
 
