@@ -16,6 +16,9 @@ from moejax.core.errors import ConfigError
 ResidentPolicy = Literal[
     "lru", "lfu", "layer_lru", "arc", "s3_fifo", "least_stale", "a2cr", "a2cr_adaptive"
 ]  # fmt: skip
+HOST_SHARES = {"default": 0.5, "creative_writing": 0.3, "code_generation": 0.5, "simple_qa": 0.7}
+"""By task, how much the host's own cost counts in the score of `engine.experts.miss=score`."""
+Task = Literal["default", "creative_writing", "code_generation", "simple_qa"]
 ResidentShare = Annotated[float, Must(lambda x: 0 < x <= 1, "a share in (0, 1]")]
 
 
@@ -75,8 +78,11 @@ class ExpertsConfig(Checked, section="engine.experts"):
         tier: where all experts lie: in the host's memory, or in a file on disk.
         miss: what a step does about an expert without a slot. "wait" fetches it. "low_bits" (lossy) takes a
             copy of 4.5 bits a value, all of which lie in the host's memory, where no token of the step gives
-            the expert `low_bits_below` of its weight or more; it fetches the expert when one does.
-        low_bits_below: see `miss`.
+            the expert `low_bits_below` of its weight or more; it fetches the expert when one does. "host" has
+            the host compute the expert where it lies, once all slots are taken; "cheaper" does whichever
+            was measured to take less time; "score" goes by the load of both sides and the `task`
+            (`moejax.engine.tiers.host`).
+        low_bits_below, task: see `miss`.
         prefetch: experts that are read from disk while the layer before them is computed: none, or those that
             the next layer's router would choose by this layer's input ("next_router").
     """
@@ -85,9 +91,15 @@ class ExpertsConfig(Checked, section="engine.experts"):
     policy: ResidentPolicy = "layer_lru"
     a2cr: ExpertsA2crConfig = field(default_factory=ExpertsA2crConfig)
     tier: Literal["host", "disk"] = "host"
-    miss: Literal["wait", "low_bits"] = "wait"
+    miss: Literal["wait", "low_bits", "host", "cheaper", "score"] = "wait"
     low_bits_below: Share = 0.25
+    task: Task = "default"
     prefetch: Literal["none", "next_router"] = "none"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host may compute experts."""
+        return self.miss in ("host", "cheaper", "score")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from moejax.moe.replicas import ReplicaTable
 from moejax.moe.router import Replay, Router, Routing, expert_counts
 from moejax.nn.linear import Linear
 from moejax.nn.mlp import GatedMLP
-from moejax.ops.row_sums import RowSums
+from moejax.ops.row_sums import RowSums, summed
 from moejax.sharding.axes import SINGLE, Axes, psum
 
 
@@ -89,14 +89,15 @@ class MoELayer(nnx.Module):
         B, T, D = x.shape
         flat, moe = x.reshape(B * T, D), self.moe
         if replay is not None:
-            given = None if replay.weights is None else replay.weights.reshape(B * T, -1)
-            replay = Replay(replay.ids.reshape(B * T, -1), given)
+            replay = jax.tree.map(lambda part: part.reshape(B * T, -1), replay)
             moe = dataclasses.replace(moe, overflow="drop")
         routing = self.router(flat, None if valid is None else valid.reshape(-1), replay)
         if self.replicas is not None:
             output = self._spread(flat, routing)
         else:
             output = self.experts(flat, routing, moe, self.router)
+            if replay is not None and replay.beside is not None:
+                output = output._replace(out=summed(output.out, flat) + replay.beside)
             if self.shared_expert is not None:
                 output = output._replace(out=output.out + self._shared(flat))
         with jax.named_scope("experts_dispatch"):

@@ -41,10 +41,12 @@ class Replay(NamedTuple):
     Attributes:
         ids: int32 `[B, T, k]`; E where no expert is to run.
         weights: float32 `[B, T, k]`; None: those that the layer's own router gives to these experts.
+        beside: `[B, T, D]`, the weighted outputs of experts that ran elsewhere, to be added; None: none did.
     """
 
     ids: jax.Array
     weights: jax.Array | None = None
+    beside: jax.Array | None = None
 
 
 class Router(nnx.Module):
@@ -101,7 +103,7 @@ class Router(nnx.Module):
             if self.policy.method != "top_k":
                 ids, weights = self._by_policy(logits, ids, valid)
         else:
-            ids, given = replay
+            ids, given = replay.ids, replay.weights
             weights = self.weights_of(logits, ids) if given is None else given
         if valid is not None:
             ids = jnp.where(valid[:, None], ids, self.num_experts)

@@ -73,8 +73,8 @@ def answer(
         "below_bytes": stats["experts_host_bytes"],
     }
     # Of what each step found when it began; the last one ends with the call.
-    begun = np.array([*tiers.history, (end, tiers.hits, tiers.misses, tiers.wait_s)])
-    seconds, hits, misses, waits = np.diff(begun, axis=0).T
+    begun = np.array([*tiers.history, (end, tiers.hits, tiers.misses, tiers.wait_s, tiers.host_s)])
+    seconds, hits, misses, waits, _ = np.diff(begun, axis=0).T
     timeline = {
         "start_s": begun[:-1, 0] - start, "step_ms": 1e3 * seconds, "wait_ms": 1e3 * waits,
         "hits": hits, "misses": misses,

@@ -157,7 +157,7 @@ def load(
             tiers = None
     functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]
     if tiers is not None:
-        functions = [PartFunctions(stages[0], foresees=tiers.foresees)]
+        functions = [PartFunctions(stages[0], foresees=tiers.foresees, on_host=tiers.host is not None)]
         resolutions = [*resolutions, *settled]
     return Weights(
         stages, functions, report, resolutions, Adapters(config, resolved.config, slots, functions), tiers

@@ -25,6 +25,7 @@ from moejax.core.resolve import Resolution
 from moejax.core.tiers import ExpertsConfig, TiersConfig
 from moejax.core.words import byte_words
 from moejax.engine.tiers.codes import FLOATS
+from moejax.engine.tiers.host import HostExperts
 from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec
@@ -55,11 +56,13 @@ class ExpertTiers:
         layers: numbers of the layers with experts.
         arrays: the slots `[slots, ...]` of each array of an expert; shapes until `open`.
         table: int32 `[layers, E + 1]`, each expert's slot, and `slots` for none.
+        host: runs experts where they lie; None: nobody does.
         foresees: whether experts are fetched ahead; in the host's memory there is nothing to fetch.
         lock: whoever runs a step holds it, since several engines may share the weights.
         reader: what the program gives that was launched last, and reads the slots.
         most_below: bytes of the host's memory that experts take at the most.
-        history: of the newest steps, instant, hits, misses and seconds waited when each began.
+        history: of the newest steps, instant, hits, misses, seconds waited and those that the host computed
+            when each began.
         in_place: experts are written into the slots' memory, not by a program that has it donated.
 
     Raises:
@@ -91,6 +94,9 @@ class ExpertTiers:
                 "engine.experts: what the experts of a layer share, such as one scale for all, is no part of "
                 "any expert; take a quant.format with scales for each"
             )
+        sparse: Any = model.in_order()[self.layers[0]].moe
+        self._width = model.config.hidden_size, np.dtype(model.config.dtype)
+        self.host = HostExperts(config, sparse.experts, tokens) if config.on_host else None
         self._missing = set(self._places)
         self.foresees = config.prefetch == "next_router" and config.tier == "disk"
         every = len(self.layers) * self.num_experts
@@ -174,6 +180,7 @@ class ExpertTiers:
         self.table = np.full((shape[0], shape[1] + 1), self.slots, np.int32)
         self._free = list(range(self.slots))[::-1]
         self._coming: dict[int, Any] = {}
+        self._zeros: dict[tuple[int, ...], jax.Array] = {}
         self._lowered = set[int]()  # residents that are copies of few bits
 
     def reset(self) -> None:
@@ -212,6 +219,10 @@ class ExpertTiers:
                 for leaf, array in enumerate(self.records.arrays(self.store.fetch(key).result())):
                     self._low_store.write(key, leaf, array)
             self.store.bytes_read = 0
+        if self.store is not None and self.host is not None:
+            arrays = self.records.arrays(self.store.fetch(0).result())
+            self.host.measure(arrays, *self._width, lambda: self._put(0, arrays, wait=True))
+            self.store.bytes_read = 0
         size = byte_words(self.records.held)
         share = f"{self.slots / self.records.count:.1%} of {self.records.count} experts of {size}"
         what = f"{share}; the others in the host's memory"
@@ -222,7 +233,11 @@ class ExpertTiers:
 
     def step(self) -> None:
         """Begins a step."""
-        self.history.append((time.perf_counter(), self.hits, self.misses, self.wait_s))
+        now = time.perf_counter()
+        if self.host is not None and self.history:
+            then, _, _, waited, ran = self.history[-1]
+            self.host.used(now - then, self.wait_s - waited, self.host_s - ran)
+        self.history.append((now, self.hits, self.misses, self.wait_s, self.host_s))
         self._release(self.residency.step())
 
     def require(self, place: int, ids: Ints, weights: Floats) -> np.ndarray:
@@ -249,15 +264,21 @@ class ExpertTiers:
         self.misses += len(absent) + len(again)
         self.hits += int(needed.sum()) - len(absent) - len(again)
         start = time.perf_counter()
-        arrays = self._fetch([*absent, *again], low)
+        arrays, self._coming = self._fetch([*absent, *again], low), {}
         self._release(self.residency.turn(place, needed, mass))
+        if arrays and self.in_place:
+            jax.block_until_ready(self.reader)
+        fetched = time.perf_counter()
         for key, expert in zip([*absent, *again], arrays, strict=True):
             slot = int(self.table[place, key - first]) if key in again else self._free.pop()
             self._put(slot, expert)
             self.table[place, key - first] = slot
         self._lowered = self._lowered - set(again) | low
         if arrays:
-            self.wait_s += time.perf_counter() - start
+            now = time.perf_counter()
+            self.wait_s += now - start
+            if self.host is not None and self.in_place:  # elsewhere the device writes later
+                self.host.moved((now - fetched) / len(arrays))
         return self.table[place].copy()
 
     def _in_low_bits(
@@ -274,18 +295,56 @@ class ExpertTiers:
         wanted = set((np.flatnonzero(share[:-1] >= self.config.low_bits_below) + first).tolist())
         return set(absent) - wanted, sorted(self._lowered & wanted)
 
-    def _put(self, slot: int, arrays: list[np.ndarray]) -> None:
-        """Writes an expert into a slot.
+    def run_on_host(self, place: int, ids: Ints, weights: Floats, rows: jax.Array) -> tuple[Ints, Any]:
+        """Has the host compute some of the absent experts of a layer's turn.
+
+        Args:
+            ids, weights: `[N, k]`, see `require`.
+            rows: `[N, D]`, what the experts take.
+
+        Returns:
+            ids with E for what is done, and the weighted sum of outputs `[N, D]` for the layer to add.
+        """
+        assert self.host is not None and self.store is not None
+        E, first = self.num_experts, place * self.num_experts
+        counts = np.bincount(ids.reshape(-1), minlength=E + 1)[:E]
+        absent = self.residency.absent(place, counts > 0) - first
+        absent = absent[np.argsort(-counts[absent], kind="stable")][len(self._free) :]
+        chosen = absent[self.host.choose(counts[absent])] if len(absent) else absent
+        if not len(chosen):
+            return ids, self._nothing(rows)
+        start, given = time.perf_counter(), np.asarray(rows)
+        total = np.zeros(given.shape, np.float32)
+        arrays = self._fetch((chosen + first).tolist(), set())
+        fetched = time.perf_counter()
+        self.wait_s += fetched - start
+        for expert, parts in zip(chosen.tolist(), arrays, strict=True):
+            at, k = np.nonzero(ids == expert)
+            total[at] += self.host.run(parts, given[at], weights[at, k])
+        self.misses += len(chosen)
+        self.on_host += len(chosen)
+        self.host_s += time.perf_counter() - fetched
+        return np.where(np.isin(ids, chosen), E, ids), total.astype(given.dtype)
+
+    def _nothing(self, rows: jax.Array) -> jax.Array:
+        """Returns zeros like `rows`, the same array each time."""
+        if rows.shape not in self._zeros:
+            self._zeros[rows.shape] = jax.device_put(np.zeros(rows.shape, rows.dtype), rows.sharding)
+        return self._zeros[rows.shape]
+
+    def _put(self, slot: int, arrays: list[np.ndarray], *, wait: bool = False) -> None:
+        """Writes an expert into a slot, and may wait until it is there.
 
         On a CPU straight into the memory of `arrays`, once nothing reads them any more: a program would take
         ten times as long.
         """
         if self.in_place:
-            jax.block_until_ready(self.reader)
             for memory, array in zip(self._memory, arrays, strict=True):
                 memory[slot] = array
         else:
             self.arrays = _write(self.arrays, np.int32(slot), arrays)
+            if wait:
+                jax.block_until_ready(self.arrays)
 
     def foresee(self, place: int, ids: Ints) -> None:
         """Has the experts fetched that a layer is thought to visit at its coming turn."""
@@ -299,7 +358,7 @@ class ExpertTiers:
     def _fetch(self, keys: list[int], low: set[int]) -> list[list[np.ndarray]]:
         """Returns these experts' arrays, those of `low` from the copies of few bits."""
         assert self.store is not None
-        coming, self._coming = self._coming, {}
+        coming = self._coming
         self.foreseen_used += sum(key in coming and key not in low for key in keys)
         self.lowered += len(low)
         stores = [self._low_store if key in low and self._low_store else self.store for key in keys]
@@ -354,8 +413,9 @@ class ExpertTiers:
 
     def reset_stats(self) -> None:
         """Starts the counts afresh."""
-        self.hits = self.misses = self.foreseen = self.foreseen_used = self.lowered = 0
-        self.wait_s, self.history = 0.0, deque[tuple[float, int, int, float]](maxlen=_REMEMBERED)
+        self.hits = self.misses = self.on_host = self.foreseen = self.foreseen_used = self.lowered = 0
+        self.wait_s = self.host_s = 0.0
+        self.history = deque[tuple[float, int, int, float, float]](maxlen=_REMEMBERED)
         if self.store is not None:
             self.store.bytes_read = 0
 
@@ -371,8 +431,10 @@ class ExpertTiers:
             "experts_hits": self.hits,
             "experts_misses": self.misses,
             "experts_hit_rate": self.hits / used if used else None,
-            "experts_moved_bytes": self.misses * self.records.held,
+            "experts_moved_bytes": (self.misses - self.on_host) * self.records.held,
             "experts_wait_s": self.wait_s,
+            "experts_on_host": self.on_host,
+            "experts_host_s": self.host_s,
             "experts_low_bits": self.lowered,
             "experts_foreseen": self.foreseen,
             "experts_foreseen_used": self.foreseen_used,
@@ -404,6 +466,8 @@ def check_tiers(
         f"engine.kv_policy.method={engine.kv_policy.method}, which weighs what attention gives": (
             engine.kv_policy.weighs
         ),
+        f"engine.deterministic={engine.deterministic} with engine.experts.miss={engine.experts.miss},"
+        " whose sums depend on what is resident": engine.deterministic != "none" and engine.experts.on_host,
         f"quant.method={quant.method}, which calibrates the whole model": quant.method not in ("none", "rtn"),
     }
     if engine.tiers.device_gb is not None:

@@ -40,6 +40,8 @@ class Carried(NamedTuple):
     Attributes:
         x, residual: `[S + T, 1, D]`, whose sum the layer's second half takes.
         ids, weights: int32 and float32 `[S + T, k]` of its router; ids E for none. The host reads both.
+        rows: `[S + T, D]`, what the experts take, for those that the host computes; it gives what these put
+            out in the same place. None: it computes none.
         guess: int32 `[S + T, k]`, what the next layer's router makes of this layer's input; None: not asked.
     """
 
@@ -47,6 +49,7 @@ class Carried(NamedTuple):
     residual: Residual
     ids: jax.Array
     weights: jax.Array
+    rows: Any
     guess: jax.Array | None
 
 
@@ -99,8 +102,9 @@ class Part(NamedTuple):
 class PartFunctions(PagedFunctions):
     """A model split into its layers' leaves and the parts of a step."""
 
-    def __init__(self, model: Decoder, *, foresees: bool) -> None:
+    def __init__(self, model: Decoder, *, foresees: bool, on_host: bool) -> None:
         super().__init__(model)
+        self.on_host = on_host
         layers, model.layers = model.in_order(), nnx.List([])
         self.head, model.layers = SplitLayer.of(model), nnx.List(layers)
         self.layers = [SplitLayer.of(layer) for layer in layers]
@@ -173,7 +177,8 @@ class PartFunctions(PagedFunctions):
         else:
             assert carried is not None
             layer = self._next(merged, key)
-            chosen = Replay(table[carried.ids][:, None], carried.weights[:, None])
+            beside = None if carried.rows is None else carried.rows[:, None]
+            chosen = Replay(table[carried.ids][:, None], carried.weights[:, None], beside)
             with jax.named_scope("layer"):
                 x, residual, _ = layer.feed_forward(carried.x, carried.residual, None, chosen)
         parts: list[Any] = []
@@ -195,10 +200,12 @@ class PartFunctions(PagedFunctions):
             told = told_of(self.config, part.routes, rope)
             x, residual, done = layer.attend(x, residual, told, positions, cache.layer(len(part.whole)))
             replay = batch.replay and jax.tree.map(lambda x: x[:, place], batch.replay)
-            routing = _routed(layer, x, residual, valid, replay)
-            guess = None if part.foresees is None else _routed(next(merged), x, residual, valid, None).ids
+            routing, rows = _routed(layer, x, residual, valid, replay)
+            later = None if part.foresees is None else next(merged)
+            guess = None if later is None else _routed(later, x, residual, valid, None)[0].ids
         pages, states = self._written(cache, [*parts, done])
-        carried = Carried(x, residual, routing.ids, routing.weights, guess)
+        held = rows if self.on_host else None
+        carried = Carried(x, residual, routing.ids, routing.weights, held, guess)
         return state._replace(pages=pages, states=states), carried
 
     def _next(self, merged: Any, key: StepKey) -> DecoderLayer:
@@ -215,10 +222,11 @@ class PartFunctions(PagedFunctions):
 def _routed(
     layer: DecoderLayer, x: jax.Array, residual: Residual, valid: jax.Array, replay: Replay | None
 ) -> Any:
-    """Returns a layer's routing `[N, k]` of what its second half takes, that of `replay` where given."""
+    """Returns a layer's routing `[N, k]` of what its second half takes, that of `replay` where given, and
+    this `[N, D]`."""
     assert layer.moe is not None
     normed, _ = layer.post_attention_norm.add(x, residual)
-    return layer.moe.router(normed[:, 0], valid[:, 0], replay)
+    return layer.moe.router(normed[:, 0], valid[:, 0], replay), normed[:, 0]
 
 
 def counted(

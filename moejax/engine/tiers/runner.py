@@ -97,6 +97,9 @@ class TieredRunner(DeviceRunner):
             carried = out
             ids, weights = np.asarray(out.ids), np.asarray(out.weights)  # here the host waits
             routed.append((ids, weights))
+            if tiers.host is not None:
+                ids, beside = tiers.run_on_host(number, ids, weights, out.rows)
+                carried = carried._replace(rows=beside)
             table = tiers.require(number, ids, weights)
         if key.mode.penalty:
             self._seen = state.seen
