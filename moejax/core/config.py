@@ -522,9 +522,10 @@ class EngineConfig(Checked, section="engine"):
 
     @property
     def experts_in_tiers(self) -> bool:
-        """Tells whether not all experts are to have a slot on the device."""
-        share = self.experts.resident
-        return self.tiers.device_gb is not None or (share is not None and share < 1)
+        """Tells whether not all experts, or not all layers, are to have a place on the device."""
+        share, tiers = self.experts.resident, self.tiers
+        asked = tiers.device_gb is not None or tiers.resident_layers is not None
+        return asked or (share is not None and share < 1)
 
     @property
     def max_rows(self) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from moejax.core.checked import (
     Checked,
     Must,
+    NonNegativeInt,
     NonNegativeNumber,
     PositiveInt,
     PositiveNumber,
@@ -109,9 +110,12 @@ class TiersConfig(Checked, section="engine.tiers"):
     Attributes:
         device_gb: memory of the device for slots in units of 10^9 bytes, in place of the share
             `engine.experts.resident`.
-        host_gb: memory of the host for experts in units of 10^9 bytes: with `engine.experts.tier=host` they
-            must all fit (None: any number), with "disk" so many of those that were read last stay (None:
-            none).
+        resident_layers: layers, from the first on, that stay on the device with all that they have but routed
+            experts; the others' weights lie where the experts do, and are copied while the layer before them
+            runs. None: all stay.
+        host_gb: memory of the host for experts and layers in units of 10^9 bytes: with
+            `engine.experts.tier=host` they must all fit (None: any number), with "disk" so many of the
+            experts that were read last stay (None: none).
         codes: what experts below the device are kept in: as they are ("none"), or, lossy, in blocks of 256:
             eight bits a value ("q8_k") or 4.5 ("q4_k").
         disk_dir: folder of the experts' file; None: `experts` in the user's cache.
@@ -120,6 +124,7 @@ class TiersConfig(Checked, section="engine.tiers"):
     """
 
     device_gb: PositiveNumber | None = None
+    resident_layers: NonNegativeInt | None = None
     host_gb: NonNegativeNumber | None = None
     codes: Literal["none", "q8_k", "q4_k"] = "none"
     disk_dir: str | None = None

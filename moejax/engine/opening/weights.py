@@ -91,6 +91,8 @@ class Weights:
         if self.tiers is not None:
             absent -= self.tiers.records.count * self.tiers.records.held
             absent += self.tiers.nbytes if self.tiers.store is None else 0
+            if (streamed := self.tiers.streamed) is not None:
+                absent -= streamed.nbytes - streamed.most
         return absent
 
 
@@ -153,7 +155,7 @@ def load(
     if not fill and resolved.engine.experts_in_tiers:
         engine = resolved.engine
         tiers = ExpertTiers(engine.experts, engine.tiers, stages[0], engine.max_num_batched_tokens)
-        if tiers.slots == tiers.records.count:  # as if it had not been asked for
+        if tiers.slots == tiers.records.count and tiers.streamed is None:  # as if it had not been asked for
             tiers = None
     functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]
     if tiers is not None:

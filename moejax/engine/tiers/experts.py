@@ -26,6 +26,7 @@ from moejax.core.tiers import ExpertsConfig, TiersConfig
 from moejax.core.words import byte_words
 from moejax.engine.tiers.codes import FLOATS
 from moejax.engine.tiers.host import HostExperts
+from moejax.engine.tiers.layers import LayerTier
 from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec
@@ -56,6 +57,7 @@ class ExpertTiers:
         layers: numbers of the layers with experts.
         arrays: the slots `[slots, ...]` of each array of an expert; shapes until `open`.
         table: int32 `[layers, E + 1]`, each expert's slot, and `slots` for none.
+        streamed: layers whose other weights come and go as well; None: none do.
         host: runs experts where they lie; None: nobody does.
         foresees: whether experts are fetched ahead; in the host's memory there is nothing to fetch.
         lock: whoever runs a step holds it, since several engines may share the weights.
@@ -99,6 +101,10 @@ class ExpertTiers:
         self.host = HostExperts(config, sparse.experts, tokens) if config.on_host else None
         self._missing = set(self._places)
         self.foresees = config.prefetch == "next_router" and config.tier == "disk"
+        self.streamed: LayerTier | None = None
+        if tiers.resident_layers is not None:
+            layers = model, tiers.resident_layers
+            self.streamed = LayerTier(*layers, lambda layer: split_layer(layer)[2], self.foresees)
         every = len(self.layers) * self.num_experts
         one = [(shape[1:], dtype) for shape, dtype in shapes]
         lossy = {"tiers.codes": tiers.codes != "none", "experts.miss": config.miss == "low_bits"}
@@ -115,11 +121,12 @@ class ExpertTiers:
         self.slots, self._key, self._top_k = min(self.slots, every), key, top_k
         self.check_room(tokens)
         low = 0 if self._lower is None else every * self._lower.nbytes
-        below = every * self.records.nbytes * (config.tier == "host") + low
+        in_all = every * self.records.nbytes + (self.streamed.nbytes if self.streamed else 0)
+        below = in_all * (config.tier == "host") + low
         if tiers.host_gb is not None and below > 1e9 * tiers.host_gb:
             raise ConfigError(
-                f"engine.tiers.host_gb={tiers.host_gb:g} does not hold the {below / 1e9:.3g} GB of experts in"
-                " the host's memory; raise it, or have less there by engine.experts.tier or miss"
+                f"engine.tiers.host_gb={tiers.host_gb:g} does not hold the {below / 1e9:.3g} GB that are to"
+                " be in the host's memory; raise it, or have less there by engine.experts.tier or miss"
             )
         # What is left of it has room for what was read last.
         self._room = 0.0 if config.tier == "host" else max(0.0, 1e9 * (tiers.host_gb or 0) - low)
@@ -152,17 +159,19 @@ class ExpertTiers:
         Raises:
             OutputError, CheckpointError: the file cannot be written, or read.
         """
-        tiers = self.tiers
+        tiers, on_disk = self.tiers, self.config.tier == "disk"
         if self._lower is not None:
             self._low_store = HostStore(self._lower)
-        if self.config.tier == "host":
-            self.store = HostStore(self.records)
-        else:
-            folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "experts"
+        folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "experts"
+
+        def make(records: Records, name: str, limit: float = 0.0) -> Store:
             options: dict[str, Any] = {"queue_depth": tiers.queue_depth, "direct": tiers.direct}
-            self.store = DiskStore(
-                self.records, folder, content_hash(identity()), limit=self._room, **options
-            )
+            return DiskStore(records, folder, name, limit=limit, **options) if on_disk else HostStore(records)
+
+        known = identity() if on_disk else None
+        self.store = make(self.records, content_hash(known), self._room)
+        if self.streamed is not None:
+            self.streamed.open(make, known)
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -186,11 +195,15 @@ class ExpertTiers:
     def reset(self) -> None:
         """Starts with empty slots after a step that failed, wherever it was; those it took along are new."""
         self.clear()
+        if self.streamed is not None:
+            self.streamed.clear()
         if not self.in_place or any(array.is_deleted() for array in self.arrays):
             self._make_slots()
 
     def take(self, name: str, value: jax.Array) -> bool:
-        """Puts an array of a layer's experts into the store, if it is one."""
+        """Puts an array into the store where it lies, if it is no resident."""
+        if self.streamed is not None and self.streamed.take(name, value):
+            return True
         if name not in self._places:
             return False
         assert self.store is not None
@@ -201,11 +214,14 @@ class ExpertTiers:
         return True
 
     def holds(self, name: str) -> bool:
-        """Tells whether a weight, by its path, is one of the experts'."""
-        return any(path.startswith(f"{name}.") for path in self._places)
+        """Tells whether a weight, by its path, is one of those that are no residents."""
+        mine = any(path.startswith(f"{name}.") for path in self._places)
+        return mine or (self.streamed is not None and self.streamed.holds(name))
 
     def has(self, name: str) -> bool:
         """Tells whether the store has an array, or a whole weight, from an earlier engine."""
+        if self.streamed is not None and self.streamed.has(name):
+            return True
         found = self.store is not None and self.store.written
         return found and (name in self._places or self.holds(name))
 
@@ -214,6 +230,8 @@ class ExpertTiers:
         if self.store is not None:
             assert self.store.written or not self._missing, f"no values of {sorted(self._missing)}"
             self.store.finish()
+        if self.streamed is not None:
+            self.streamed.finish()
         if self.store is not None and self._low_store is not None:
             for key in range(self.records.count):
                 for leaf, array in enumerate(self.records.arrays(self.store.fetch(key).result())):
@@ -393,12 +411,14 @@ class ExpertTiers:
         for array in self.arrays:
             if isinstance(array, jax.Array):
                 array.delete()
-        for store in (self.store, self._low_store):
+        for store in (self.store, self._low_store, self.streamed):
             if store is not None:
                 store.close()
 
     def declared(self, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
         """Returns a model's declarations with the slots, under the first layer's names, for the experts."""
+        if self.streamed is not None:
+            specs = self.streamed.declared(specs)
         first = {name for name, (place, _) in self._places.items() if not place}
         return {
             name: replace(spec, shape=(self.slots, *spec.shape[1:])) if name in first else spec
@@ -418,10 +438,14 @@ class ExpertTiers:
         self.history = deque[tuple[float, int, int, float, float]](maxlen=_REMEMBERED)
         if self.store is not None:
             self.store.bytes_read = 0
+        if self.streamed is not None:
+            self.streamed.reset_stats()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts since the start or `reset_stats`, for `LLM.stats`."""
         used, told = self.hits + self.misses, self.store.describe() if self.store else {}
+        if self.streamed is not None:
+            told |= self.streamed.stats()
         if self._low_store is not None:
             told["experts_host_bytes"] += self._low_store.describe()["experts_host_bytes"]
         return {

@@ -71,7 +71,8 @@ class TieredRunner(DeviceRunner):
         table = self._nowhere
         programs = self._parts_of(key)
         tiers.step()
-        for number, (part, attends, leaves) in enumerate(self._parts):
+        for number, (part, attends, resident) in enumerate(self._parts):
+            leaves = self._weights_of(part, resident)
             first, last = part.finishes is None, part.routes is None
             pages = tuple(tuple(segment[i] for i in attends) for segment in segments)
             held = self.last if first or last else cast(Any, None)
@@ -81,6 +82,9 @@ class TieredRunner(DeviceRunner):
                 leaves, given, tiers.arrays, placed, carried, table, np.int32(number)
             )
             tiers.reader = out
+            if tiers.streamed is not None:  # the next part's layers, while this one runs
+                tiers.streamed.fetch(self._parts[(number + 1) % len(self._parts)][0].layers)
+                tiers.streamed.copy()
             for at, layer in enumerate(attends):
                 states[layer] = state.states[at]
                 for segment, new in zip(segments, state.pages, strict=True):
@@ -104,6 +108,15 @@ class TieredRunner(DeviceRunner):
         if key.mode.penalty:
             self._seen = state.seen
         return self._told(key, out, routed)
+
+    def _weights_of(self, part: Part, resident: list[Any]) -> list[Any]:
+        """Returns the weights that a part takes; those of its layers that come and go are there then."""
+        if (streamed := self.tiers.streamed) is None:
+            return resident
+        streamed.fetch(part.layers)
+        streamed.copy()
+        layers = zip(part.layers, resident[1:], strict=True)
+        return [resident[0], *(streamed.leaves(i) if i in streamed.numbers else mine for i, mine in layers)]
 
     def _parts_of(self, key: StepKey) -> list[Any]:
         """Returns the compiled program of each part."""
