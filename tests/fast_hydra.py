@@ -1,8 +1,8 @@
 """Hydra composes the same few files hundreds of times in a run of the tests: what it makes of them is kept.
 
-Only of the repository's `configs/`, of Hydra's own and of schemas. What is handed out is a copy, so nothing can
-change what is kept; overrides of values, sweeps and errors are Hydra's each time. It imports no JAX: `conftest` has
-to set its environment first.
+Only of the repository's `configs/`, of Hydra's own and of schemas. What is handed out is a copy, so nothing
+can change what is kept; overrides of values, sweeps and errors are Hydra's each time. It imports no JAX:
+`conftest` has to set its environment first.
 """
 
 import copy
@@ -41,7 +41,7 @@ def keep_compositions() -> None:
     files, composed, stored = dict[Any, ConfigResult](), dict[Any, Any](), dict[Any, Any]()
 
     def store_once(store: ConfigStore, name: str, node: Any, **place: Any) -> None:
-        """A schema that is there already is not made into nodes again; another one makes all compositions new."""
+        """A schema that is there already is not made into nodes again; another makes all compositions new."""
         key = name, *place.items()
         if stored.get(key) is not node:
             store_node(store, name, node, **place)
