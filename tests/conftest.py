@@ -135,10 +135,18 @@ SLOW_NOTEBOOKS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else."""
+    """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else; and of a product marked
+    `each_value` what brings no value that another case has not is slow."""
+    seen: set[tuple[str, int, str]] = set()
     for item in items:
         if item.path.name in SLOW_NOTEBOOKS:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+            function = item.nodeid.partition("[")[0]
+            values = {(function, place, value) for place, value in enumerate(item.callspec._idlist)}  # type: ignore[attr-defined]
+            if values <= seen:
+                item.add_marker(pytest.mark.slow)
+            seen |= values
     shipped = bool(config.getoption("as_shipped"))
     other = [item for item in items if (item.get_closest_marker("optimized") is not None) != shipped]
     if other:
