@@ -23,6 +23,8 @@ from tests.engine.tiny import FullForward, small_config
 from tests.engine.traces import by_place, computed, experts, places, values
 from tests.numerics import assert_close, tolerance
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 CONFIGS: dict[str, EngineConfig] = {
     "chunked": TIGHT,
     "chunked_plain_loop": tight(overlap=False),

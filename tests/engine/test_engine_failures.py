@@ -13,6 +13,8 @@ from moejax.engine.scheduling.plan import StepPlan
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 PROMPTS = [prompt(n, 3) for n in (9, 4, 16, 1, 12, 6)]
 
 

@@ -89,6 +89,7 @@ def test_what_the_model_gives_with_the_same_policy(family: str, name: str) -> No
                 assert np.array_equal(row, ids[:, position])
 
 
+@pytest.mark.slow
 def test_a_step_visits_only_what_some_token_needs_in_any_case() -> None:
     with engine(WIDE, RoutingPolicy("batch")) as llm:
         llm.generate(PROMPTS, GREEDY)
