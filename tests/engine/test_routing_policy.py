@@ -24,7 +24,7 @@ from moejax.engine.routing.load_bias import moved
 from moejax.models.decoder import Decoder
 from tests.decoding import forward
 from tests.examples import slow_but
-from tests.model_shapes import EIGHT_WAY, LATENT, SINKS, TWO_LAYERS
+from tests.model_shapes import EIGHT_WAY, LATENT, ONE_LAYER, SINKS, TWO_LAYERS
 from tests.numerics import assert_close, tolerance
 
 ENGINE = EngineConfig(
@@ -42,7 +42,7 @@ POLICIES = {
 WIDE = TWO_LAYERS.replace(num_experts_per_tok=4)
 FAMILIES = {
     "gqa": WIDE,
-    "latents": WIDE.replace(**LATENT),
+    "latents": ONE_LAYER.replace(num_experts_per_tok=4, **LATENT),
     "windows_with_sinks": WIDE.replace(**SINKS, sliding_windows=(5, None)),
 }
 
