@@ -141,9 +141,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in SLOW_NOTEBOOKS:
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+        case: Any = getattr(item, "callspec", None)
+        if case and item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
             function = item.nodeid.partition("[")[0]
-            values = {(function, place, value) for place, value in enumerate(item.callspec._idlist)}  # type: ignore[attr-defined]
+            values = {(function, place, value) for place, value in enumerate(case._idlist)}
             if values <= seen:
                 item.add_marker(pytest.mark.slow)
             seen |= values
