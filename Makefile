@@ -64,7 +64,7 @@ $(PYTEST) -m "$(1)" --nbmake --nbmake-timeout=600 notebooks tests; quick=$$?; \
 $(PYTEST) -m "$(1)" --as-shipped $(call files_with,optimized); shipped=$$?; exit $$((quick || shipped))
 endef
 
-test: $(VENV)/.dev ## Fast tests and two notebooks (no GPU, no network, no torch)
+test: $(VENV)/.dev ## Fast tests and a notebook (no GPU, no network, no torch)
 	$(call both_lanes,$(FAST))
 
 test-slow: $(VENV)/.dev ## The long tests and all notebooks too

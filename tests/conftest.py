@@ -19,10 +19,10 @@ from typing import Any
 import hypothesis
 import jaxlib
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from moejax.core import hardware
 from moejax.core.config import ModelConfig
+from tests.fast_hydra import keep_compositions
 from tests.glossary import check_written_results
 from tests.model_shapes import TWO_LAYERS
 
@@ -117,25 +117,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax
 
-    # Hydra copies the store of all schemas for every composition, half of its time; what it hands out of the
-    # store it copies again, so nothing can change it.
-    ConfigStore.__deepcopy__ = lambda store, memo: store
-    store_node, stored = ConfigStore.store, {}
-
-    def store_once(store: ConfigStore, name: str, node: Any, **place: Any) -> None:
-        """A schema that is there already is not made into nodes again, a sixth of a composition's time."""
-        key = name, *place.items()
-        if stored.get(key) is not node:
-            store_node(store, name, node, **place)
-            stored[key] = node
-
-    ConfigStore.store = store_once
+    keep_compositions()
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# The five that compute most: the library, an experiment and routing stay.
+# The first stays: the library and an experiment.
 SLOW_NOTEBOOKS = (
+    "02_routing_and_experts.ipynb",
     "03_latency_throughput_tradeoffs.ipynb",
     "04_quantization_pareto.ipynb",
     "05_roofline_and_kernels.ipynb",
@@ -146,10 +135,19 @@ SLOW_NOTEBOOKS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else."""
+    """Tests of what ships, `optimized`, run under `--as-shipped` and nowhere else; and of a product marked
+    `each_value` what brings no value that another case has not is slow."""
+    seen: set[tuple[str, int, str]] = set()
     for item in items:
         if item.path.name in SLOW_NOTEBOOKS:
             item.add_marker(pytest.mark.slow)
+        case: Any = getattr(item, "callspec", None)
+        if case and item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+            function = item.nodeid.partition("[")[0]
+            values = {(function, place, value) for place, value in enumerate(case._idlist)}
+            if values <= seen:
+                item.add_marker(pytest.mark.slow)
+            seen |= values
     shipped = bool(config.getoption("as_shipped"))
     other = [item for item in items if (item.get_closest_marker("optimized") is not None) != shipped]
     if other:

@@ -54,6 +54,7 @@ def family_model(family: str) -> Decoder:
     return random_model(config_from_hf(hf_fields(case, "golden") | {"model_type": family}), seed=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ONE_PER_FAMILY)
 @pytest.mark.parametrize("limit", [5_000_000_000, 3000], ids=["single", "sharded"])
 def test_what_is_saved_loads_the_same(tmp_path, family, limit):

@@ -44,6 +44,7 @@ def quantization_config(directory):
     return json.loads((directory / "config.json").read_text())["quantization_config"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("choice", ["auto", "moejax"])
 @pytest.mark.parametrize("name", [*COMPRESSED, *OWN])
 def test_every_format_comes_back(tmp_path, name, choice):
@@ -72,6 +73,7 @@ def test_formats_of_wide_weights_come_back(tmp_path, name, choice):
         assert quantization_config(tmp_path)["format"] == layout.get(name, f"{name}-pack-quantized")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("choice", ["compressed-tensors", "moejax"])
 def test_every_family_in_shards_and_several_formats(tmp_path, family, choice):

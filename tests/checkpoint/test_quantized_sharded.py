@@ -40,6 +40,7 @@ def directories(tmp_path_factory):
     return root
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "ct-w8a8-static", "fp8-blocks"])
 def test_same_arrays_as_on_one_device(directories, monkeypatch, name, preset):

@@ -59,6 +59,7 @@ def stored_bytes(directory: Path) -> int:
     return sum(tensor.nbytes for file in weight_files(directory) for tensor in load_file(file).values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", [*FAMILIES, "fused", "shards"])
 def test_same_values_as_on_one_device_and_every_slice_read_once(directories, monkeypatch, family, preset):
@@ -109,6 +110,7 @@ def read_half(
     return files, faults
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["edf", "efd"])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", [*FAMILIES, "fused"])

@@ -1,6 +1,8 @@
 """Models and engines shared by the engine's tests: building and compiling them is most of the time."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +36,26 @@ def oracle(llm: LLM) -> FullForward:
 def bare_llm() -> LLM:
     """One layer, random weights, no directory, hence no tokenizer."""
     return LLM(small_config(), load_format="dummy", engine=ENGINE)
+
+
+@pytest.fixture(scope="module")
+def equal_steps_once() -> Iterator[None]:
+    """Variants of one engine whose steps are equal have one set of programs in a file: as a variant and the
+    engine that it is made of have one. Not for tests that count compilations."""
+    made: list[tuple[Any, Any, Any]] = []
+    plain = LLM.variant
+
+    def variant(llm: LLM, engine: EngineConfig) -> LLM:
+        other = plain(llm, engine)
+        sizes = other.runner.cache, other.runner.limits
+        if len(other.stages) == 1:
+            alike = (ledger for weights, known, ledger in made if weights is llm._weights and known == sizes)
+            if (ledger := next(alike, None)) is not None:
+                other.ledger.share(ledger)
+            else:
+                made.append((llm._weights, sizes, other.ledger))
+        return other
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "variant", variant)
+        yield

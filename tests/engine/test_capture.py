@@ -23,6 +23,8 @@ from tests.engine.tiny import FullForward, small_config
 from tests.engine.traces import by_place, computed, experts, places, values
 from tests.numerics import assert_close, tolerance
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 CONFIGS: dict[str, EngineConfig] = {
     "chunked": TIGHT,
     "chunked_plain_loop": tight(overlap=False),
@@ -237,8 +239,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp3_microbatches": {"pp": 3, "microbatches": 3},
     "pp2_dp2": {"pp": 2, "dp": 2},
 }
-QUICK = "dp_attention_ep2"
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK]
 
 
 def traced(parallel: ParallelConfig | None) -> tuple[LLM, list[RequestOutput], RoutingCapture]:
@@ -255,8 +255,9 @@ def single() -> dict[Any, Any]:
     return experts(trace)
 
 
+@pytest.mark.slow  # tests/engine/test_replay.py has two stages that capture what they replay
 @pytest.mark.multidevice
-@pytest.mark.parametrize("layout", [QUICK, *SLOW])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_capture_what_one_does(layout: str, single: dict[Any, Any]) -> None:
     _, _, trace = traced(ParallelConfig(**LAYOUTS[layout]))
     assert trace.layers == (0, 2) and experts(trace) == single

@@ -13,7 +13,7 @@ from moejax.core.errors import ConfigError
 from tests.engine.asks import Ask
 from tests.engine.host_engine import LOOPS, HostEngine, Limits
 from tests.examples import examples, slow_but
-from tests.model_shapes import TWO_LAYERS
+from tests.model_shapes import ONE_LAYER
 
 ENGINE = EngineConfig(
     compile_cache=False, seq_buckets=[4], token_buckets=[16], block_buckets=[8, 16, 64], max_model_len=40,
@@ -76,7 +76,7 @@ def test_tokens_and_the_segments_that_steps_read(overlap: bool) -> None:
     told: dict[bool, tuple[Any, list[int]]] = {}
     for compacts in (False, True):
         engine = dataclasses.replace(ENGINE, compact_cache=compacts, overlap=overlap)
-        with LLM(TWO_LAYERS, load_format="dummy", engine=engine) as llm:
+        with LLM(ONE_LAYER, load_format="dummy", engine=engine) as llm:
             runner: Any = llm.runner
             blocks, run = list[int](), runner._run
 
@@ -98,7 +98,7 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
     engine = dataclasses.replace(ENGINE, compact_cache=True, strict_compile=True)
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (8, 7, 8, 30)]
     prompts = [[7, 11, 13, 17 + i] * (2 if i == 3 else 8) for i in range(4)]
-    with LLM(TWO_LAYERS, load_format="dummy", engine=engine) as llm:
+    with LLM(ONE_LAYER, load_format="dummy", engine=engine) as llm:
         llm.warmup(max_total_len=40, sampling_params=params[:1])
         llm.generate(prompts, params)
         assert llm.stats()["recompiles_after_warmup"] == 0
@@ -117,4 +117,4 @@ def test_what_it_does_not_go_with(options: dict[str, Any], message: str) -> None
     outside = {"parallel": options.pop("parallel")} if "parallel" in options else {}
     engine = dataclasses.replace(ENGINE, compact_cache=True, **options)
     with pytest.raises(ConfigError, match=f"^engine.compact_cache=true does not go with .*{message}"):
-        LLM(TWO_LAYERS, load_format="dummy", engine=engine, **outside)
+        LLM(ONE_LAYER, load_format="dummy", engine=engine, **outside)

@@ -14,6 +14,8 @@ from moejax.engine.requests.output import StreamChunk
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8, seed=7, n=2, ignore_eos=True)
 
 

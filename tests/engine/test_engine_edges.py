@@ -17,6 +17,8 @@ from moejax.ops.paged_attention import decode_attention
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tokens
 from tests.engine.tiny import FullForward
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 
 @pytest.fixture(scope="module")
 def tight(bare_llm: LLM) -> LLM:

@@ -13,6 +13,8 @@ from moejax.engine.scheduling.plan import StepPlan
 from tests.engine.paged import SCARCE, assert_clean, greedy, prompt
 from tests.engine.tiny import FullForward
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 PROMPTS = [prompt(n, 3) for n in (9, 4, 16, 1, 12, 6)]
 
 
@@ -84,6 +86,7 @@ def check(out: RequestOutput, whole: FullForward, count: int, failed: bool) -> N
 # -- a step fails --------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 5, 8, 13, 19])
 def test_a_step_fails(
@@ -203,6 +206,7 @@ def test_an_observer_that_raises(engine: LLM, whole: FullForward) -> None:
 # -- interrupts ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("at", [0, 1, 4, 10])
 def test_an_interrupt(
@@ -250,6 +254,7 @@ def test_what_can_never_fit(bare_llm: LLM, whole: FullForward) -> None:
 # -- aborts --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("victim", [0, 2, 5])
 def test_abort_at_any_time(victim: int, engine: LLM, whole: FullForward) -> None:
     """Waiting, within its prompt, decoding, preempted or done: it ends with what it has, others go on."""

@@ -21,7 +21,7 @@ from tests.engine.traces import by_place, experts
 from tests.model_shapes import DENSE, GEMMA, GLM, GRANITE, LATENT, LLAMA, SINKS
 
 # Kernels take blocks of 8 tokens and more. Twelve blocks do not hold four of the longest sequences.
-CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=None, max_model_len=64)
+CONFIG = dataclasses.replace(TIGHT, block_size=8, num_blocks=12, block_buckets=[12], max_model_len=64)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=True, top_k=20)
 
 
@@ -127,10 +127,11 @@ def test_other_models(change, nothing_is_zero):
     assert tokens(kernels) == tokens(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(GLM, marks=pytest.mark.slow),
+        GLM,
         {**GEMMA, "moe_layers": (False,), "sliding_windows": (5,)},
     ],
     ids=["sigmoid router of groups, half of a head rotated", "norms with an offset, and after"],

@@ -107,7 +107,7 @@ def test_scores_are_the_twins(dtype: str) -> None:
         pytest.param({"sliding_windows": (5,)}, marks=pytest.mark.slow),
         pytest.param({"num_kv_heads": 1, "head_dim": 16, "sliding_windows": (7,)}, marks=pytest.mark.slow),
         pytest.param({"num_kv_heads": 4, "dtype": "bfloat16"}, marks=pytest.mark.slow),
-        LATENT,
+        pytest.param(LATENT, marks=pytest.mark.slow),  # tests/engine/test_latent_forms.py has it
     ],
     ids=["window", "one key head, window", "bfloat16", "latent"],
 )

@@ -75,7 +75,7 @@ def test_weights_and_cache_are_what_is_allocated(name: str) -> None:
 
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
-    "name", [name if name in ("states", "int4, int8 cache") else pytest.param(name, marks=pytest.mark.slow)
+    "name", [name if name == "states" else pytest.param(name, marks=pytest.mark.slow)
              for name in MODELS]
 )  # fmt: skip
 def test_the_formula_is_within_a_tenth_of_the_compiled_program(name: str) -> None:

@@ -129,9 +129,7 @@ def test_every_layout_with_every_family(
     check(layout, family, model, single, skewed=skewed)
 
 
-@pytest.mark.parametrize(
-    "layout", slow_but(["dp_attention_ep2"], ["dp_attention_ep2", "ep4_tp2", "dp_attention_ep4_tp2"])
-)
+@pytest.mark.parametrize("layout", slow_but([], ["dp_attention_ep2", "ep4_tp2", "dp_attention_ep4_tp2"]))
 def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: Any) -> None:
     params = [
         SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3, ignore_eos=True, prompt_logprobs=1),

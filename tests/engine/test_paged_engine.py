@@ -31,6 +31,8 @@ from tests.engine.tiny import PROPERTY, FullForward
 from tests.examples import examples
 from tests.numerics import assert_close, tolerance
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24)
 
 

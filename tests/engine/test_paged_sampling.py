@@ -15,6 +15,8 @@ from tests.engine.paged import REDUCTIONS, SCARCE, OneByOne, assert_clean, greed
 from tests.engine.tiny import VOCAB, FullForward, log_softmax
 from tests.numerics import assert_close, tolerance
 
+pytestmark = pytest.mark.usefixtures("equal_steps_once")
+
 PROMPTS = [prompt(n, 7) for n in (16, 5, 8, 13, 1, 15, 10)]
 ROUNDING = tolerance(*REDUCTIONS)
 

@@ -15,7 +15,6 @@ from moejax.engine.requests.api import RequestOutput
 from moejax.engine.scheduling.policies import POLICIES
 from tests.engine.paged import SCARCE, OneByOne, assert_clean
 from tests.engine.tiny import VOCAB
-from tests.examples import slow_but
 
 REQUESTS = 17
 CASES = [
@@ -65,7 +64,8 @@ def check(asked: Drawn, out: RequestOutput, aborted: bool, plain: OneByOne) -> N
         assert got == (want[: len(got)] if aborted else want)
 
 
-@pytest.mark.parametrize(("policy", "place", "preemption"), slow_but([("priority", "host", "swap")], CASES))
+@pytest.mark.slow  # the fast lane has them without a device: tests/engine/test_state_machine.py
+@pytest.mark.parametrize(("policy", "place", "preemption"), CASES)
 def test_random_requests_get_their_own_tokens(
     policy: Any, place: Any, preemption: Any, bare_llm: LLM, one_by_one: OneByOne
 ) -> None:

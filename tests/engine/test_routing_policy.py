@@ -22,8 +22,9 @@ from moejax.core.moe import RoutingPolicy
 from moejax.core.scheduling import SpeculationConfig
 from moejax.engine.routing.load_bias import moved
 from moejax.models.decoder import Decoder
+from tests.decoding import forward
 from tests.examples import slow_but
-from tests.model_shapes import EIGHT_WAY, LATENT, SINKS, TWO_LAYERS
+from tests.model_shapes import EIGHT_WAY, LATENT, ONE_LAYER, SINKS, TWO_LAYERS
 from tests.numerics import assert_close, tolerance
 
 ENGINE = EngineConfig(
@@ -41,7 +42,7 @@ POLICIES = {
 WIDE = TWO_LAYERS.replace(num_experts_per_tok=4)
 FAMILIES = {
     "gqa": WIDE,
-    "latents": WIDE.replace(**LATENT),
+    "latents": ONE_LAYER.replace(num_experts_per_tok=4, **LATENT),
     "windows_with_sinks": WIDE.replace(**SINKS, sliding_windows=(5, None)),
 }
 
@@ -54,10 +55,8 @@ def engine(config: ModelConfig, policy: RoutingPolicy, **options: Any) -> LLM:
 
 def scored(model: Decoder, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """The model's own log-probabilities of tokens after the first `[T - 1]`, and its experts `[L, T, k]`."""
-    ids = jnp.asarray([tokens])
-    x, _, traces = model.run(model.embed(ids), jnp.arange(len(tokens), dtype=jnp.int32)[None])
-    logs = jax.nn.log_softmax(model.logits(x[0]), axis=-1)
-    told = np.asarray(jnp.take_along_axis(logs[:-1], ids[0, 1:, None], axis=1))[:, 0]
+    logits, traces = forward(model, np.array([tokens]))
+    told = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[np.arange(len(tokens) - 1), tokens[1:]]
     return told, np.stack([np.asarray(trace.ids[0]) for trace in traces if trace is not None])
 
 
@@ -90,6 +89,7 @@ def test_what_the_model_gives_with_the_same_policy(family: str, name: str) -> No
                 assert np.array_equal(row, ids[:, position])
 
 
+@pytest.mark.slow
 def test_a_step_visits_only_what_some_token_needs_in_any_case() -> None:
     with engine(WIDE, RoutingPolicy("batch")) as llm:
         llm.generate(PROMPTS, GREEDY)
@@ -108,7 +108,7 @@ def test_a_step_visits_only_what_some_token_needs_in_any_case() -> None:
     assert hits[0] < 0.9 * hits[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", slow_but([True], [False, True]))
 def test_the_bias_follows_the_steps_loads(overlap: bool) -> None:
     policy, counted = RoutingPolicy("bias", rate=0.05), []
     with engine(WIDE, policy, overlap=overlap, strict_compile=True) as llm:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import moejax
 from moejax import LLM, BeamSearchParams, EngineConfig, PrefixCacheConfig, SamplingParams, beam_search
 from moejax.core.errors import RequestError
 from moejax.engine.search import Beam, _Search
-from tests.engine.tiny import small_config
+from tests.engine.tiny import small_config, write_model
+from tests.examples import slow_but
 
 TINY = Path(moejax.__file__).parent / "assets" / "tiny"
 ENGINE = EngineConfig(
@@ -26,6 +28,14 @@ ENGINE = EngineConfig(
 def tiny() -> Iterator[LLM]:
     with LLM("tiny", engine=ENGINE) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """One layer, with a tokenizer."""
+    directory = write_model(tmp_path_factory.mktemp("one"), small_config(max_position_embeddings=96))
+    with LLM(directory, engine=ENGINE) as made:
+        yield made
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5])
@@ -64,12 +74,12 @@ def test_when_a_search_stops() -> None:
     assert [beam.token_ids for _, beam in narrow.ended] == [(0,)] and narrow.running == []
 
 
-def test_a_width_of_one_is_greedy(tiny: LLM) -> None:
+def test_a_width_of_one_is_greedy(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
     prompts = ["The function returns", [5, 9, 200]]
     for (found,), output in zip(
-        beam_search(tiny, prompts, params), tiny.generate(prompts, greedy), strict=True
+        beam_search(llm, prompts, params), llm.generate(prompts, greedy), strict=True
     ):
         sample = output.outputs[0]
         assert found.token_ids == sample.token_ids and found.finish_reason == "length"
@@ -78,11 +88,11 @@ def test_a_width_of_one_is_greedy(tiny: LLM) -> None:
         assert found.score == pytest.approx(total / 12, abs=1e-4) and found.text == sample.text
 
 
-def test_wider_finds_likelier_ones(tiny: LLM) -> None:
+def test_wider_finds_likelier_ones(llm: LLM) -> None:
     found = {}
     for width in (1, 4):
         params = BeamSearchParams(beam_width=width, max_tokens=10, length_penalty=0.0, ignore_eos=True)
-        (found[width],) = beam_search(tiny, "The function returns", params)
+        (found[width],) = beam_search(llm, "The function returns", params)
     scores = [each.score for each in found[4]]
     assert scores == sorted(scores, reverse=True) and len({tuple(x.token_ids) for x in found[4]}) == 4
     assert scores[0] >= found[1][0].score
@@ -110,8 +120,10 @@ def theirs() -> Any:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
+@pytest.mark.parametrize(
+    ("early_stopping", "penalty"),
+    slow_but([(False, 1.0), (True, 0.0), ("never", 2.0)], product([False, True, "never"], [1.0, 0.0, 2.0])),
+)
 def test_transformers_finds_the_same(tiny: LLM, theirs: Any, early_stopping: Any, penalty: float) -> None:
     torch = pytest.importorskip("torch")
     params = BeamSearchParams(3, 24, length_penalty=penalty, early_stopping=early_stopping)
@@ -128,34 +140,34 @@ def test_transformers_finds_the_same(tiny: LLM, theirs: Any, early_stopping: Any
             assert sequence[len(prompt) : len(prompt) + len(each.token_ids)] == each.token_ids
 
 
-def test_the_best_of_several_samples(tiny: LLM) -> None:
+def test_the_best_of_several_samples(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, seed=3, n=6, logprobs=0, ignore_eos=True)
-    every = tiny.generate("The function returns", params)[0].outputs
+    every = llm.generate("The function returns", params)[0].outputs
     means = [np.mean([each.logprob for each in sample.logprobs or []]) for sample in every]
     ranked = [every[i].token_ids for i in np.argsort(means)[::-1]]
     asked = dataclasses.replace(params, n=2, best_of=6, logprobs=None)
-    best = tiny.generate("The function returns", asked)[0].outputs
+    best = llm.generate("The function returns", asked)[0].outputs
     assert [sample.token_ids for sample in best] == ranked[:2]
     assert [sample.index for sample in best] == [0, 1] and all(sample.logprobs is None for sample in best)
-    output = tiny.submit("The function returns", asked)
-    tiny.step()
+    output = llm.submit("The function returns", asked)
+    llm.step()
     with pytest.raises(RequestError, match="interrupt: of a request with best_of"):
-        tiny.interrupt(output.request_id)
+        llm.interrupt(output.request_id)
     while not output.finished:
-        tiny.step()
+        llm.step()
     assert [sample.token_ids for sample in output.outputs] == ranked[:2]
     with pytest.raises(RequestError, match="best_of: a stream cannot tell"):
-        tiny.generate_stream("x", asked)
+        llm.generate_stream("x", asked)
 
 
-def test_mistakes(tiny: LLM) -> None:
+def test_mistakes(llm: LLM) -> None:
     with pytest.raises(RequestError, match="best_of 2 is below n 3"):
         SamplingParams(n=3, best_of=2)
     with pytest.raises(RequestError, match="beam_width must be an integer of at least 1, got 0"):
         BeamSearchParams(beam_width=0)
     with pytest.raises(RequestError, match="beam_width 600 needs the 1200 likeliest tokens"):
-        beam_search(tiny, "x", BeamSearchParams(beam_width=600))
+        beam_search(llm, "x", BeamSearchParams(beam_width=600))
     with pytest.raises(RequestError, match=r"prompt 1 has \d+ tokens; with max_tokens 95 .*max_model_len"):
-        beam_search(tiny, ["a", "The function returns"], BeamSearchParams(max_tokens=95))
+        beam_search(llm, ["a", "The function returns"], BeamSearchParams(max_tokens=95))
     without = LLM(small_config(), load_format="dummy", engine=EngineConfig(compile_cache=False))
     assert beam_search(without, [[1, 2]], BeamSearchParams(2, 2))[0][0].text is None

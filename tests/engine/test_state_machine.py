@@ -32,7 +32,6 @@ from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
 from tests.engine.asks import Ask
 from tests.engine.host_engine import HostEngine, Limits
-from tests.examples import slow_but
 
 CACHE_EVENTS = (
     "blocks shared in the step that writes them",
@@ -376,7 +375,13 @@ def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[st
     return machine.events
 
 
-@pytest.mark.parametrize("examples", slow_but([100], [100, 250]))
+@pytest.mark.parametrize("machine", [Machine, Remembering, Swapping, Speculating])
+def test_some_random_workloads(machine: type[Machine]):
+    assert explore(machine, 25)["steps"] >= 800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [100, 250])
 def test_random_workloads(examples: int):
     """As few examples as still come by every event, with a memory or without."""
     every = [explore(machine, examples) for machine in (Machine, Remembering)]

@@ -1,6 +1,7 @@
 """New values in a running engine's weights: tokens are the new model's, and nothing is compiled again."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
 from moejax.nn.param import iter_params
 from tests.examples import slow_but
-from tests.model_shapes import EIGHT_WAY, LATENT, SINKS, TWO_LAYERS
+from tests.model_shapes import EIGHT_WAY, LATENT, ONE_LAYER, SINKS, TWO_LAYERS
 
 ENGINE = EngineConfig(
     compile_cache=False, seq_buckets=[4], token_buckets=[32], block_buckets=[8], max_model_len=40,
@@ -21,8 +22,8 @@ ENGINE = EngineConfig(
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7, 11 + i, 13, 17, 19 + i, 23, 29, 31, 37] for i in range(3)]
 FAMILIES = {
-    "gqa": TWO_LAYERS,
-    "latents": TWO_LAYERS.replace(**LATENT),
+    "gqa": ONE_LAYER,
+    "latents": ONE_LAYER.replace(**LATENT),
     "windows_with_sinks": TWO_LAYERS.replace(**SINKS, sliding_windows=(5, None)),
 }
 
@@ -35,6 +36,12 @@ def engine(config: Any, seed: int = 0, **options: Any) -> LLM:
         engine=dataclasses.replace(ENGINE, **options),
     )  # fmt: skip
     return made
+
+
+@functools.cache
+def kept(seed: int) -> LLM:
+    """The one-layer model's engine, whose weights no test changes."""
+    return engine(ONE_LAYER, seed=seed)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -53,10 +60,10 @@ def test_tokens_are_those_of_an_engine_of_the_new_weights(family: str) -> None:
 
 
 def test_either_layout_of_experts_and_single_parameters() -> None:
-    llm, other = engine(TWO_LAYERS, moe=MoeConfig(expert_layout="edf")), engine(TWO_LAYERS, seed=1)
+    llm, other = engine(ONE_LAYER, moe=MoeConfig(expert_layout="edf")), kept(1)
     llm.update_weights(other.model)
     assert tokens(llm) == tokens(other)
-    fresh = engine(TWO_LAYERS)
+    fresh = engine(ONE_LAYER)
     name = next(name for name, _ in iter_params(fresh.model) if name.endswith("o_proj.kernel"))
     value = np.zeros(dict(iter_params(fresh.model))[name].get_metadata("spec").canonical_shape, np.float32)
     for each in (llm, fresh):
@@ -66,9 +73,13 @@ def test_either_layout_of_experts_and_single_parameters() -> None:
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("layout", slow_but([{"tp": 2}], [{"tp": 2}, {"pp": 2}, {"ep": 2}]), ids=str)
+@pytest.mark.parametrize("layout", slow_but([], [{"tp": 2}, {"pp": 2}, {"ep": 2}]), ids=str)
 def test_on_meshes(layout: dict[str, int]) -> None:
-    llm, other = engine(EIGHT_WAY, parallel=ParallelConfig(**layout)), engine(EIGHT_WAY, seed=1)
+    stages = layout.get("pp", 1)
+    model = EIGHT_WAY.replace(
+        num_layers=stages, moe_layers=(True,) * stages, sliding_windows=(None,) * stages
+    )
+    llm, other = engine(model, parallel=ParallelConfig(**layout)), engine(model, seed=1)
     tokens(llm)
     llm.update_weights(other.model)
     assert tokens(llm) == tokens(other)
@@ -76,8 +87,7 @@ def test_on_meshes(layout: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("running", ["wait", "keep", "abort"])
 def test_what_becomes_of_running_requests(running: Any) -> None:
-    old, new = engine(TWO_LAYERS), engine(TWO_LAYERS, seed=1)
-    llm = engine(TWO_LAYERS)
+    old, new, llm = kept(0), kept(1), engine(ONE_LAYER)
     twin = llm.variant(llm.engine_config)
     outputs = [each.submit(prompt, GREEDY) for prompt in PROMPTS for each in (llm, twin)]
     for _ in range(3):
@@ -102,16 +112,16 @@ def test_what_becomes_of_running_requests(running: Any) -> None:
 
 
 def test_what_it_was_given_stays_the_givers() -> None:
-    llm, model = engine(TWO_LAYERS), engine(TWO_LAYERS, seed=1).model
+    llm, model = engine(ONE_LAYER), kept(1).model
     llm.update_weights(model)
     llm.close()
     assert not any(param[...].is_deleted() for _, param in iter_params(model))
 
 
 def test_a_paused_engine_stays_paused() -> None:
-    llm = engine(TWO_LAYERS)
+    llm = engine(ONE_LAYER)
     llm.pause()
-    llm.update_weights(engine(TWO_LAYERS, seed=1).model)
+    llm.update_weights(kept(1).model)
     llm.submit(PROMPTS[0], GREEDY)
     assert not llm.step()
     llm.unpause()
@@ -119,7 +129,7 @@ def test_a_paused_engine_stays_paused() -> None:
 
 
 def test_wrong_values_change_nothing() -> None:
-    llm = engine(TWO_LAYERS)
+    llm = engine(ONE_LAYER)
     before, norm = tokens(llm), "norm.weight"
     known: Decoder = llm.model
     name = next(name for name, _ in iter_params(known) if name.endswith("o_proj.kernel"))
@@ -132,5 +142,5 @@ def test_wrong_values_change_nothing() -> None:
         with pytest.raises(ConfigError, match=f"update_weights: {words}"):
             llm.update_weights(good | bad)
     with pytest.raises(ConfigError, match="quantized weights take no new values"):
-        engine(TWO_LAYERS, quant=QuantConfig(method="rtn", format="int8")).update_weights(known)
+        engine(ONE_LAYER, quant=QuantConfig(method="rtn", format="int8")).update_weights(known)
     assert tokens(llm) == before

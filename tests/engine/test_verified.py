@@ -146,6 +146,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_guesses_change_nothing(limits: str, right: float) -> None:

@@ -230,6 +230,7 @@ def test_softmax_of_the_chosen(rng):
     np.testing.assert_allclose(weights, jax.nn.softmax(chosen, axis=-1), rtol=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("groups", [(None, None, "max"), (5, 2, "top2"), (5, 2, "max"), (4, 4, "max")])

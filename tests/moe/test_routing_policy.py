@@ -88,6 +88,7 @@ def plain(module: Router, base: Routing, valid: np.ndarray, policy: RoutingPolic
     return chosen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("kind", list(ROUTERS))
 @pytest.mark.parametrize("normalize", [True, False])

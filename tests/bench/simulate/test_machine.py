@@ -19,6 +19,7 @@ from moejax.report.experiments import print_result
 from moejax.results.metrics import Slo
 from moejax.simulate.measured import Loop, StepTable, TimedStep, Turn, Work, timed_steps, usual_steps
 from tests.bench.runs import run_into
+from tests.examples import slow_but
 
 ENGINE = EngineConfig(
     max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, block_size=16, seq_buckets=(4,),
@@ -64,7 +65,9 @@ def test_judging_knows_noise_from_a_miss() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"overlap": False}, {"batching": "static"}], ids=["overlap", "plain", "static"]
+    "changes",
+    slow_but([{}], [{}, {"overlap": False}, {"batching": "static"}]),
+    ids=["overlap", "plain", "static"],
 )
 def test_a_run_that_is_told_again_is_the_run_and_a_learnt_one_has_its_steps(changes: dict[str, Any]) -> None:
     with LLM("tiny", engine=dataclasses.replace(ENGINE, **changes)) as llm:

@@ -1,5 +1,6 @@
 """The simulator's error: held-out cells, published points and a published trace, and what counts in it."""
 
+import dataclasses
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from moejax.bench.simulate.calibrate import calibrate
 from moejax.bench.simulate.config import SimulateSection
 from moejax.bench.simulate.points import CALIBRATION, rows_of_point, summary
-from moejax.bench.simulate.published import read_points
+from moejax.bench.simulate.published import Point, read_points
 from moejax.bench.simulate.run import Asked
 from moejax.bench.simulate.tables import table_errors
 from moejax.bench.simulate.validate import run_validate
@@ -36,13 +37,20 @@ A100 = "trtllm-0.14 a100_sxm_fp16"
 
 @pytest.fixture
 def few_points(tmp_path: Path) -> Path:
-    """Returns a folder with two rows of TensorRT-LLM's throughputs."""
+    """Returns a folder with a row of TensorRT-LLM's throughputs."""
     folder = tmp_path / "points"
     folder.mkdir()
     lines = (FOLDER / "e2e_trtllm_0.14.csv").read_text().splitlines()
-    mixtral = [line for line in lines if line.startswith("Mixtral 8x7B")][:2]
-    (folder / "e2e_trtllm_0.14.csv").write_text("\n".join([lines[0], *mixtral, ""]))
+    mixtral = next(line for line in lines if line.startswith("Mixtral 8x7B"))
+    (folder / "e2e_trtllm_0.14.csv").write_text("\n".join([lines[0], mixtral, ""]))
     return folder
+
+
+@pytest.fixture(scope="module")
+def simulated() -> list[tuple[Point, dict[str, Any]]]:
+    """Two points with what they are simulated to be, the first of them as if constants were chosen on it."""
+    points = [point for point in read_points() if point.group == A100][:2]
+    return [(point, row) for n, point in enumerate(points) for row in rows_of_point(point, used=n == 0)]
 
 
 def test_points_have_names_of_their_own_and_calibration_names_them() -> None:
@@ -101,9 +109,8 @@ def test_a_broken_file_of_points_is_one_line(tmp_path: Path, few_points: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_calibration_points_count_in_no_error(few_points: Path) -> None:
-    points = [point for point in read_points(few_points) if point.group == A100]
-    rows = [row for n, point in enumerate(points) for row in rows_of_point(point, used=n == 0)]
+def test_calibration_points_count_in_no_error(simulated: list[tuple[Point, dict[str, Any]]]) -> None:
+    rows = [row for _, row in simulated]
     assert [row["used_for_calibration"] for row in rows] == [True, False]
     (told,) = summary(rows)
     assert told["count"] == 1 and told["median_error"] == pytest.approx(abs(rows[1]["error"]))
@@ -114,11 +121,10 @@ def test_what_cannot_be_simulated_is_a_row_with_the_reason() -> None:
     assert all(row["simulated"] is None and row["note"] == point.reason for row in rows_of_point(point))
 
 
-def test_a_figure_that_the_simulator_made_itself_has_no_error(few_points: Path) -> None:
-    import dataclasses
-
-    point = next(point for point in read_points(few_points) if point.group == A100)
-    (row,) = rows_of_point(point)
+def test_a_figure_that_the_simulator_made_itself_has_no_error(
+    simulated: list[tuple[Point, dict[str, Any]]],
+) -> None:
+    point, row = simulated[0]
     again = dataclasses.replace(point, published={row["metric"]: row["simulated"]})
     (same,) = rows_of_point(again)
     assert same["error"] == 0.0 and same["inside"]
