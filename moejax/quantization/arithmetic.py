@@ -15,6 +15,7 @@ error to a weight beyond half a step (or saturation, where the scale was rounded
     float8_e4m3fn     the numbers, saturated       448 (no infinity)   0
     float8_e5m2       the numbers, saturated       57344               0
     float4_e2m1fn     nibbles sign, 2 bits, 1 bit  6                   0
+    float32, ...      the weights themselves       (step 1)            0
 
 Why not `qwix.quantize`, whose core has these formats too: it rounds codes before it casts the scale to the
 dtype that is kept, divides a symmetric range into 2^bits - 1 steps where the GPU kernels (and published
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.quantization.formats import QTensor, WeightFormat
+from moejax.quantization.formats import BITS, QTensor, WeightFormat
 from pallas_kernels import qformats
 from pallas_kernels.fp8 import decode_e2m1, encode_e4m3, encode_e5m2
 
@@ -77,6 +78,38 @@ def unpack(packed: Array, piece: int) -> Array:
     concatenate: Any = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
     both = concatenate([pieces & np.uint8(15), pieces >> np.uint8(4)], axis=-1)
     return both.reshape(*lead, 2 * half)
+
+
+# --- 2:4 sparsity --------------------------------------------------------------------------------------------
+
+
+def two_of_four(score: jax.Array) -> jax.Array:
+    """Returns where the two highest of every four of score `[..., F, D]` are, of equal ones the first: uint8
+    `[..., F, D/8]` (`WeightFormat.parts`, "kept")."""
+    best = jnp.sort(jax.lax.top_k(score.reshape(*score.shape[:-1], -1, 4), 2)[1], axis=-1).astype(jnp.uint8)
+    return pack(best[..., 0] | (best[..., 1] << jnp.uint8(2)), 2)
+
+
+def _places(kept: jax.Array) -> jax.Array:
+    """Maps `[..., D/8]` to the places of the two in each four, rising: `[..., D/4, 2]`."""
+    nibbles = unpack(kept, 2)
+    return jnp.stack([nibbles & jnp.uint8(3), nibbles >> jnp.uint8(2)], axis=-1)
+
+
+def only_kept(codes: jax.Array, kept: jax.Array) -> jax.Array:
+    """Takes the kept ones of codes `[..., D]`: `[..., D/2]`."""
+    places = _places(kept)
+    fours = codes.reshape(*places.shape[:-1], 4)
+    return jnp.take_along_axis(fours, places.astype(jnp.int32), axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def with_zeros(codes: jax.Array, kept: jax.Array) -> jax.Array:
+    """Inverts `only_kept`, with zeros for the others."""
+    places = _places(kept)
+    pairs, four = codes.reshape(places.shape), jnp.arange(4, dtype=jnp.uint8)
+    four, zero = four.reshape(*(1,) * (places.ndim - 1), 4), jnp.zeros((), codes.dtype)
+    second = jnp.where(four == places[..., 1:], pairs[..., 1:], zero)
+    return jnp.where(four == places[..., :1], pairs[..., :1], second).reshape(*codes.shape[:-1], -1)
 
 
 # --- float4_e2m1fn ------------------------------------------------------------------------------------------
@@ -147,6 +180,8 @@ def scales_from_range(
     Returns:
         scales `[..., G, O]`; zeros `[..., G, O]` or None; tensor scale float32 `[..., 1, 1]` or None.
     """
+    if fmt.is_float:
+        return jnp.ones_like(low), None, None
     low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
     levels = float(2**fmt.bits - 1)
     span = jnp.maximum(high, -low) if fmt.symmetric else high - low
@@ -233,8 +268,11 @@ def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFo
 def encode(x: jax.Array, numbers: str) -> jax.Array:
     """Rounds float32 to float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
 
-    By integer arithmetic: compilers differ in how often they round on the way from float32 to float8.
+    By integer arithmetic: compilers differ in how often they round on the way from float32 to float8. Wider
+    numbers are cast.
     """
+    if BITS[numbers] > 8:
+        return x.astype(numbers)
     if numbers == "float4_e2m1fn":
         return encode_e2m1(x)
     bits = encode_e4m3(x) if numbers == "float8_e4m3fn" else encode_e5m2(x)
@@ -283,21 +321,29 @@ def assemble(
     tensor_scale: jax.Array | None = None,
     group_index: jax.Array | None = None,
     input_scale: jax.Array | None = None,
+    kept: jax.Array | None = None,
 ) -> QTensor:
     """Returns a `QTensor` from unpacked codes `[..., F, D]` and the arrays of `scales_from_range`; packs."""
     piece = fmt.pack(codes.shape[-1])
-    values = pack(codes, piece) if fmt.packed else codes
-    return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece)
+    values = pack(codes, piece) if fmt.packed else codes if kept is None else only_kept(codes, kept)
+    return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece, kept)
 
 
 def round_in_ranges(
-    w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat, *, input_scale: jax.Array | None = None
+    w: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    fmt: WeightFormat,
+    *,
+    input_scale: jax.Array | None = None,
+    kept: jax.Array | None = None,
 ) -> QTensor:
     """Rounds each weight of `[..., D, F]` to the nearest code of its scale, which covers its range.
 
     Args:
         low, high: float32 `[..., G, O]`, ranges by place.
         input_scale: float32 `[..., 1]`, of static activations.
+        kept: of sparse formats, see `two_of_four`.
     """
     D, F = w.shape[-2:]
     scales, zeros, tensor_scale = scales_from_range(low, high, fmt)
@@ -307,9 +353,15 @@ def round_in_ranges(
     index = None
     if fmt.indexed:
         index = jnp.broadcast_to(jnp.arange(D, dtype=jnp.int32) // fmt.group, (*w.shape[:-2], D))
-    return assemble(
-        codes, scales, zeros, fmt, tensor_scale=tensor_scale, group_index=index, input_scale=input_scale
-    )
+    found: dict[str, Any] = {"tensor_scale": tensor_scale, "group_index": index, "kept": kept}
+    return assemble(codes, scales, zeros, fmt, **found, input_scale=input_scale)
+
+
+def unpacked_codes(q: QTensor) -> jax.Array:
+    """Returns all codes `[..., F, D]`, whichever way they are stored; zeros where a sparse weight has none."""
+    values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
+    codes = unpack(values, q.pack) if q.format.packed else values
+    return codes if q.kept is None else with_zeros(codes, q.kept)
 
 
 def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
@@ -321,8 +373,7 @@ def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     """
     fmt = q.format
     *lead, D, F = q.shape
-    values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
-    codes = unpack(values, q.pack) if fmt.packed else values
+    codes = unpacked_codes(q)
     step, zero = step_and_zero(q.scales, q.zeros, q.tensor_scale, fmt)
     if fmt.granularity == "block" or q.group_index is not None:
         step, zero = (spread(grid, fmt, D, F, q.group_index) for grid in (step, zero))

@@ -74,6 +74,31 @@ def routing_fields(
     return row
 
 
+def document_losses(
+    sums: Evaluation, documents: Mapping[str, np.ndarray], boot: WindowBootstrap
+) -> dict[str, dict[str, Any]]:
+    """Returns the loss of perplexity of each of the text's documents, with its tokens and interval over windows."""
+    losses: dict[str, dict[str, Any]] = {}
+    for name, (full, free, _) in sums.document_nats.items():
+        tokens = documents[name].sum(axis=1)
+        some = tokens > 0
+        part = WindowBootstrap(tokens[some], resamples=len(boot.counts) - 1, confidence=boot.confidence)
+        fields = loss_fields(part, free[some], full[some], 1.0)
+        kept = {key: value for key, value in fields.items() if key.startswith("perplexity_loss")}
+        losses[name] = {"tokens": int(tokens.sum()), **kept}
+    return losses
+
+
+def worst_document(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Row fields: the document that loses most, and how much; none of a text of a single one."""
+    if not losses:
+        return {}
+    name = max(losses, key=lambda name: losses[name]["perplexity_loss_percent"])
+    ends = ("", "_low", "_high")
+    worst = {f"document_loss_percent{end}": losses[name][f"perplexity_loss_percent{end}"] for end in ends}
+    return {"worst_document": name, **worst}
+
+
 def flip_shares(sums: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     """Returns as shares `[2, L]` the tokens whose set of experts differs, and the assignments changed."""
     return sums.flipped / sums.tokens, sums.changed / np.maximum(sums.counts[0].sum(-1), 1)

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections import ChainMap, Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -28,9 +28,10 @@ from moejax.engine.tiers.program import PartFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, Skip, initialize, iter_params, specs
-from moejax.nn.quantized import quantized_weights, replace_weights
+from moejax.nn.quantized import quantized_weights, replace_weights, weight_size
 from moejax.ptq.apply import Progress, quantize_model
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
+from moejax.ptq.reduce import reduce_experts
 from moejax.ptq.report import QuantReport
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
@@ -133,13 +134,23 @@ def load(
         ]
         settled = [] if tiers is None else [tiers.finish()]
         failed.pop_all()
-    report = None
+    report, fewer = None, []
+    if plan.original is not None:
+        (whole,), (place,) = stages, resolved.places
+        stages = [_builder(resolved, place, ranges[0])(resolved.config)]
+        if fill:
+            fewer = reduce_experts(whole, stages[0], resolved.quant, plan.tokens, on_progress)
+        gone = weight_size(whole)[0] - weight_size(stages[0])[0]
+        del whole
     if not fill:
         for stage in stages:
             replace_weights(stage, {path: chosen.format for path, chosen in plan.weights.items()})
     elif plan.calibrates:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
+        if fewer:
+            every = {"stages": [*fewer, *report.stages], "float_bytes": report.float_bytes + gone}
+            report = dataclasses.replace(report, method=resolved.quant.what, **every)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
@@ -209,22 +220,12 @@ def load_stage(
         skip: parameters that are neither made nor read.
     """
 
-    def build(config: ModelConfig) -> Decoder:
-        return Decoder(
-            config,
-            moe=resolved.moe,
-            kernels=resolved.kernels,
-            parallel=resolved.parallel,
-            axes=place.axes,
-            layers=layers,
-        )
-
     def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
         assert isinstance(place, MeshDevices)
         return shardings(declared, place.mesh, place.axes)
 
-    spread = isinstance(place, MeshDevices)
-    model = build(resolved.config)
+    spread, build = isinstance(place, MeshDevices), _builder(resolved, place, layers)
+    model = build(resolved.quantization.original or resolved.config)
     if resolved.source is None and store is not None:
         where = at(specs(model)) if spread else None
         initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store, skip=skip)
@@ -244,6 +245,20 @@ def load_stage(
             logger.info("%s: read %.1f MB of %d tensors in %.1f s", *told)
     put_tables(model, place)
     return model
+
+
+def _builder(
+    resolved: ResolvedEngine, place: SingleDevice, layers: range
+) -> Callable[[ModelConfig], Decoder]:
+    """Returns what makes an abstract model, or a pipeline stage of it, of a configuration."""
+    return functools.partial(
+        Decoder,
+        moe=resolved.moe,
+        kernels=resolved.kernels,
+        parallel=resolved.parallel,
+        axes=place.axes,
+        layers=layers,
+    )
 
 
 def _place_shapes(stage: Decoder, place: SingleDevice) -> None:

@@ -399,7 +399,9 @@ def check_tiers(
         f"engine.kv_policy.method={engine.kv_policy.method}, which weighs what attention gives": (
             engine.kv_policy.weighs
         ),
-        f"quant.method={quant.method}, which calibrates the whole model": quant.method not in ("none", "rtn"),
+        f"quant.method={quant.what}, which calibrates the whole model": (
+            quant.what not in ("none", "rtn", "magnitude") or quant.experts.method != "none"
+        ),
     }
     if engine.tiers.device_gb is not None:
         key = "engine.tiers.device_gb"

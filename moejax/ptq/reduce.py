@@ -1,0 +1,215 @@
+"""Fewer experts in each layer: which ones stay is decided on calibration text, the others are left out or merged.
+
+The text goes once through the float model as it is; every layer's choice rests on what its own router and
+experts do there. Routers keep the rows of the experts that stay, with their biases, so that scores and weights are
+those that the family's router gives where there were never more (the papers on merging keep all rows; a model with
+as many rows as experts is one that everything else runs). The number is one for all layers, because it is one in a
+Hugging Face configuration, and even over the groups that a router chooses among. Shared experts stay.
+"""
+
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from scipy.optimize import linear_sum_assignment
+
+from moejax.core.config import ModelConfig
+from moejax.core.errors import ConfigError
+from moejax.core.moe import MoeConfig
+from moejax.core.quant import ExpertReduction, QuantConfig
+from moejax.models.decoder import Decoder
+from moejax.moe.experts import Experts
+from moejax.moe.router import Routing
+from moejax.nn.param import iter_params
+from moejax.ops.row_sums import summed
+from moejax.ptq.apply import checked_tokens, embedded
+from moejax.ptq.fold import canonical, store
+from moejax.ptq.observers import advance, observe_at, run_stage
+from moejax.ptq.report import StageReport
+from moejax.ptq.sites import stages_of
+
+Usage = dict[str, np.ndarray]
+"""What a layer's experts did: float `[E]` by criterion, "visits" `[E]` tokens, and "likeness" `[E, E]`, the cosine of
+two experts' router logits over all tokens."""
+
+
+def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig:
+    """Returns the configuration of the model with fewer experts; `config` itself where all stay.
+
+    Raises:
+        ConfigError: it has none to leave out, too few would be left for a token or a group of them, or their groups
+            would not be equal.
+    """
+    if experts.method == "none":
+        return config
+    E, groups, key = config.num_experts, config.router.groups, f"quant.experts.keep={experts.keep:g}"
+    if not any(config.moe_layers):
+        raise ConfigError(f"quant.experts.method={experts.method}: the model has no experts; use none")
+    if experts.keep >= 1 and (experts.keep != int(experts.keep) or experts.keep % groups):
+        raise ConfigError(f"{key}: give a share below 1 or a number that its {groups} groups divide")
+    count = int(experts.keep) if experts.keep >= 1 else groups * round(experts.keep * E / groups)
+    if not 0 < count < E:
+        raise ConfigError(f"{key} keeps {count} of {E} experts; keep fewer than all and more than none")
+    if experts.method == "merge" and config.router.group_gate:
+        raise ConfigError("quant.experts.method=merge: routers of two levels have no logits of all experts; use prune")
+    try:
+        return config.replace(num_experts=count)
+    except ConfigError as error:
+        raise ConfigError(f"{key} leaves too few of {E} experts: {error}; keep more") from None
+
+
+def expert_outputs(experts: Experts, rows: jax.Array, ids: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Returns each chosen expert's output for a token: rows `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`,
+    unweighted; an expert E gives zeros."""
+    rows, flat = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1, 1)
+    alone = Routing(flat, jnp.ones(flat.shape, jnp.float32), jnp.zeros((rows.shape[0], 0), jnp.float32))
+    # Every assignment runs, whatever room the model's own execution would give it.
+    return summed(experts(rows, alone, dataclasses.replace(moe, execution="grouped")).out, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("sums",))
+def _observe(
+    graph: Any, state: Any, sums: Any, x: jax.Array, valid: jax.Array, share: jax.Array | None
+) -> tuple[Any, jax.Array]:
+    """Adds what a layer's experts do with a batch to `sums`; returns them and the layer's output."""
+    module, seen = nnx.merge(graph, state), dict(sums)
+    experts, E = module.moe.experts, module.moe.num_experts
+
+    def see(rows: jax.Array, routing: Routing, moe: MoeConfig, *_: Any) -> None:
+        norms = jnp.linalg.norm(expert_outputs(experts, rows, routing.ids, moe).astype(jnp.float32), axis=-1)
+        flat, weights = routing.ids.reshape(-1), routing.weights.reshape(-1)
+        for name, values in (
+            ("frequency", jnp.ones_like(weights)), ("router_mass", weights), ("reap", weights * norms)
+        ):  # fmt: skip
+            seen[name] += jax.ops.segment_sum(values, flat, E + 1)[:E]
+        logits = jnp.where(valid.reshape(-1, 1), routing.logits, 0.0)
+        seen["gram"] += jnp.matmul(logits.T, logits, precision=jax.lax.Precision.HIGHEST)
+
+    observe_at(module, "moe.experts", see)
+    return seen, run_stage(module, x, valid, share)
+
+
+def expert_usage(
+    model: Decoder, tokens: np.ndarray, batch_size: int, progress: Callable[[float, str], None] | None = None
+) -> dict[int, Usage]:
+    """Returns what the experts of every layer that has some did with tokens int32 `[S, L]`."""
+    E, hidden = model.config.num_experts, embedded(model, tokens, batch_size)
+    found: dict[int, Usage] = {}
+    layers = [stage for stage in stages_of(model) if stage.prefix]
+    for number, stage in enumerate(layers):
+        if progress is not None:
+            progress(number / len(layers), f"observing {stage.name}")
+        sums = {name: jnp.zeros(E) for name in ("frequency", "router_mass", "reap")} | {"gram": jnp.zeros((E, E))}
+        graph, state = nnx.split(stage.module)
+        sparse = model.config.moe_layers[number]
+        for batch in hidden.batches():
+            if sparse:
+                sums, x = _observe(graph, state, sums, batch.x, batch.valid, stage.share)
+            else:
+                x = advance(graph, state, batch.x, batch.valid, stage.share)
+            hidden.put(batch, x)
+        if sparse:
+            usage = {name: np.asarray(value, np.float64) for name, value in sums.items()}
+            usage["visits"], gram = usage["frequency"], usage.pop("gram")
+            usage["reap"] /= np.maximum(usage["visits"], 1)
+            length = np.sqrt(np.maximum(np.diag(gram), 1e-30))
+            found[number] = usage | {"likeness": gram / np.outer(length, length)}
+    return found
+
+
+def stand_ins(usage: Usage, experts: ExpertReduction, count: int, groups: int) -> np.ndarray:
+    """Returns for each of E experts the one that stands in its place, int `[E]`: itself where it is among the `count`
+    that stay, as many of each group; the one that it is merged into; or -1."""
+    score = usage[experts.criterion].reshape(groups, -1)
+    best = np.argsort(-score, axis=1, kind="stable")[:, : count // groups]
+    kept = np.sort(best + np.arange(groups)[:, None] * score.shape[1], axis=1)
+    result = np.full(score.size, -1)
+    result[kept] = kept
+    for expert in np.flatnonzero(result < 0) if experts.method == "merge" else ():
+        mine = kept[expert // score.shape[1]]
+        result[expert] = mine[np.argmax(usage["likeness"][expert, mine])]
+    return result
+
+
+def merged(values: Mapping[str, np.ndarray], places: np.ndarray, visits: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the parameters of a layer's experts after merging, float32 with the experts that stay first.
+
+    The hidden units of an expert are first put into the order in which they are most like those of the one that it is
+    merged into (by the sum over all three matrices of products of weights; arXiv 2209.04836).
+
+    Args:
+        values: by name, "gate_proj" and "up_proj" `[E, D, F]`, "down_proj" `[E, F, D]`, biases `[E, …]`.
+        places: int `[E]`, see `stand_ins`.
+        visits: `[E]`, which the average is weighted by.
+    """
+    hidden = {"gate_proj": -1, "up_proj": -1, "down_proj": -2, "gate_bias": -1, "up_bias": -1}
+    aligned = {name: np.array(value, np.float32) for name, value in values.items()}
+    for expert, place in enumerate(places):
+        if expert != place:
+            gate, up, down = (aligned[f"{name}_proj"] for name in ("gate", "up", "down"))
+            alike = gate[place].T @ gate[expert] + up[place].T @ up[expert] + down[place] @ down[expert].T
+            order = linear_sum_assignment(alike, maximize=True)[1]
+            for name in hidden.keys() & aligned.keys():
+                aligned[name][expert] = np.take(aligned[name][expert], order, axis=hidden[name])
+    share = (np.unique(places)[:, None] == places) * np.maximum(visits, 1e-9)
+    share = (share / share.sum(1, keepdims=True)).astype(np.float32)
+    return {name: np.tensordot(share, value, 1) for name, value in aligned.items()}
+
+
+def reduce_experts(
+    model: Decoder,
+    small: Decoder,
+    quant: QuantConfig,
+    tokens: np.ndarray | None,
+    progress: Callable[[float, str], None] | None = None,
+) -> list[StageReport]:
+    """Gives `small`, without values and of `reduced_config`, the model's weights; the model is only read.
+
+    Args:
+        tokens: int32 `[S, L]`, calibration text.
+        progress: called between layers.
+
+    Returns:
+        a report for each layer with experts.
+
+    Raises:
+        ConfigError: no tokens, or such as the model cannot run; a model that is split over devices.
+    """
+    begin, experts, config = time.perf_counter(), quant.experts, model.config
+    tokens = checked_tokens(tokens, model, quant)
+    usage = expert_usage(model, tokens, min(quant.calibration.batch_size, len(tokens)), progress)
+    count, groups = small.config.num_experts, config.router.groups
+    places = {layer: stand_ins(used, experts, count, groups) for layer, used in usage.items()}
+    source, averages = dict(iter_params(model)), {}
+    for name, param in iter_params(small):
+        value, spec = canonical(source[name]), param.get_metadata("spec")
+        part = re.fullmatch(r"layers\.(\d+)\.moe\.(experts|router)\.(\w+)", name)
+        if part and value.shape != spec.canonical_shape:
+            layer, stack = int(part[1]), part[2] == "experts"
+            if stack and experts.method == "merge":
+                if layer not in averages:
+                    prefix = name.removesuffix(part[3])
+                    mine = {n.removeprefix(prefix): p for n, p in source.items() if n.startswith(prefix)}
+                    stacks = {n: np.asarray(canonical(p), np.float32) for n, p in mine.items()}
+                    averages[layer] = merged(stacks, places[layer], usage[layer]["visits"])
+                value = jnp.asarray(averages[layer][part[3]])
+            else:
+                kept = np.flatnonzero(places[layer] == np.arange(config.num_experts))
+                value = jnp.take(value, kept, axis=0 if stack else -1)
+        store(param, value)
+    seconds = (time.perf_counter() - begin) / max(len(usage), 1)
+    return [
+        StageReport(
+            f"layer {layer}", tokens.size, [int(n) for n in used["visits"]], [], None, [], [],
+            [f"{experts.method}: {count} of {config.num_experts} experts stay, by {experts.criterion}"], seconds,
+            stand_ins=[int(e) for e in places[layer]],
+        )
+        for layer, used in usage.items()
+    ]  # fmt: skip
