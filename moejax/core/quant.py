@@ -66,11 +66,9 @@ class ExpertReduction(Checked, section="quant.experts"):
     Attributes:
         method: "prune" leaves the others out; "merge" averages each of them into the one that stays whose
             router's logits are most like its own, weighted by their tokens (M-SMoE, arXiv 2310.01334).
-        keep: of each layer's experts, evenly over the groups that a router chooses among: a share below 1, else
-            their number.
-        criterion: what those that stay have most of: "frequency", tokens that chose them; "router_mass", these
-            tokens' weights, summed; "reap", the mean over these tokens of the weight times the norm of the
-            expert's output (REAP, arXiv 2510.13999).
+        keep: of each layer's experts, evenly over a router's groups: a share below 1, else their number.
+        criterion: what those that stay have most of: "frequency", tokens; "router_mass", the sum of these
+            tokens' weights; "reap", the mean of weight times norm of the output (REAP, arXiv 2510.13999).
     """
 
     method: Reduction = "none"

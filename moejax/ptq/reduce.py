@@ -1,10 +1,10 @@
-"""Fewer experts in each layer: which ones stay is decided on calibration text, the others are left out or merged.
+"""Fewer experts in each layer: calibration text says which ones stay; the others are left out or merged.
 
-The text goes once through the float model as it is; every layer's choice rests on what its own router and
-experts do there. Routers keep the rows of the experts that stay, with their biases, so that scores and weights are
-those that the family's router gives where there were never more (the papers on merging keep all rows; a model with
-as many rows as experts is one that everything else runs). The number is one for all layers, because it is one in a
-Hugging Face configuration, and even over the groups that a router chooses among. Shared experts stay.
+The text goes once through the float model as it is. Routers keep the rows and biases of the experts that stay,
+and weigh them as the family's router does (the papers on merging keep all rows: a model
+of another kind).
+All layers keep as many, since a Hugging Face configuration has one number, and all of a router's groups. Shared
+experts stay.
 """
 
 import dataclasses
@@ -36,16 +36,15 @@ from moejax.ptq.report import StageReport
 from moejax.ptq.sites import stages_of
 
 Usage = dict[str, np.ndarray]
-"""What a layer's experts did: float `[E]` by criterion, "visits" `[E]` tokens, and "likeness" `[E, E]`, the cosine of
-two experts' router logits over all tokens."""
+"""What a layer's experts did: float `[E]` by criterion, and "likeness" `[E, E]`, the cosine of two experts'
+router logits over all tokens."""
 
 
 def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig:
     """Returns the configuration of the model with fewer experts; `config` itself where all stay.
 
     Raises:
-        ConfigError: it has none to leave out, too few would be left for a token or a group of them, or their groups
-            would not be equal.
+        ConfigError: it has none to leave out, too few would stay, or groups would not be equal.
     """
     if experts.method == "none":
         return config
@@ -58,7 +57,9 @@ def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig
     if not 0 < count < E:
         raise ConfigError(f"{key} keeps {count} of {E} experts; keep fewer than all and more than none")
     if experts.method == "merge" and config.router.group_gate:
-        raise ConfigError("quant.experts.method=merge: routers of two levels have no logits of all experts; use prune")
+        raise ConfigError(
+            "quant.experts.method=merge: routers of two levels have no logits of all experts; use prune"
+        )
     try:
         return config.replace(num_experts=count)
     except ConfigError as error:
@@ -106,7 +107,9 @@ def expert_usage(
     for number, stage in enumerate(layers):
         if progress is not None:
             progress(number / len(layers), f"observing {stage.name}")
-        sums = {name: jnp.zeros(E) for name in ("frequency", "router_mass", "reap")} | {"gram": jnp.zeros((E, E))}
+        sums = {name: jnp.zeros(E) for name in ("frequency", "router_mass", "reap")} | {
+            "gram": jnp.zeros((E, E))
+        }
         graph, state = nnx.split(stage.module)
         sparse = model.config.moe_layers[number]
         for batch in hidden.batches():
@@ -117,16 +120,15 @@ def expert_usage(
             hidden.put(batch, x)
         if sparse:
             usage = {name: np.asarray(value, np.float64) for name, value in sums.items()}
-            usage["visits"], gram = usage["frequency"], usage.pop("gram")
-            usage["reap"] /= np.maximum(usage["visits"], 1)
-            length = np.sqrt(np.maximum(np.diag(gram), 1e-30))
+            usage["reap"] /= np.maximum(usage["frequency"], 1)
+            length = np.sqrt(np.maximum(np.diag(gram := usage.pop("gram")), 1e-30))
             found[number] = usage | {"likeness": gram / np.outer(length, length)}
     return found
 
 
 def stand_ins(usage: Usage, experts: ExpertReduction, count: int, groups: int) -> np.ndarray:
-    """Returns for each of E experts the one that stands in its place, int `[E]`: itself where it is among the `count`
-    that stay, as many of each group; the one that it is merged into; or -1."""
+    """Returns for each expert the one that stands in its place, int `[E]`: itself where it is one of the
+    `count` that stay, as many of each group; the one that it is merged into; or -1."""
     score = usage[experts.criterion].reshape(groups, -1)
     best = np.argsort(-score, axis=1, kind="stable")[:, : count // groups]
     kept = np.sort(best + np.arange(groups)[:, None] * score.shape[1], axis=1)
@@ -141,8 +143,8 @@ def stand_ins(usage: Usage, experts: ExpertReduction, count: int, groups: int) -
 def merged(values: Mapping[str, np.ndarray], places: np.ndarray, visits: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the parameters of a layer's experts after merging, float32 with the experts that stay first.
 
-    The hidden units of an expert are first put into the order in which they are most like those of the one that it is
-    merged into (by the sum over all three matrices of products of weights; arXiv 2209.04836).
+    An expert's hidden units are first put into the order in which their weights are most like those of the
+    one that it is merged into (arXiv 2209.04836).
 
     Args:
         values: by name, "gate_proj" and "up_proj" `[E, D, F]`, "down_proj" `[E, F, D]`, biases `[E, …]`.
@@ -198,7 +200,7 @@ def reduce_experts(
                     prefix = name.removesuffix(part[3])
                     mine = {n.removeprefix(prefix): p for n, p in source.items() if n.startswith(prefix)}
                     stacks = {n: np.asarray(canonical(p), np.float32) for n, p in mine.items()}
-                    averages[layer] = merged(stacks, places[layer], usage[layer]["visits"])
+                    averages[layer] = merged(stacks, places[layer], usage[layer]["frequency"])
                 value = jnp.asarray(averages[layer][part[3]])
             else:
                 kept = np.flatnonzero(places[layer] == np.arange(config.num_experts))
@@ -207,9 +209,9 @@ def reduce_experts(
     seconds = (time.perf_counter() - begin) / max(len(usage), 1)
     return [
         StageReport(
-            f"layer {layer}", tokens.size, [int(n) for n in used["visits"]], [], None, [], [],
-            [f"{experts.method}: {count} of {config.num_experts} experts stay, by {experts.criterion}"], seconds,
-            stand_ins=[int(e) for e in places[layer]],
+            f"layer {layer}", tokens.size, [int(n) for n in used["frequency"]], [], None, [], [],
+            [f"{experts.method}: {count} of {config.num_experts} experts stay, by {experts.criterion}"],
+            seconds, stand_ins=[int(e) for e in places[layer]],
         )
         for layer, used in usage.items()
     ]  # fmt: skip

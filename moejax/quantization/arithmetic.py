@@ -80,7 +80,7 @@ def unpack(packed: Array, piece: int) -> Array:
     return both.reshape(*lead, 2 * half)
 
 
-# --- 2:4 sparsity --------------------------------------------------------------------------------------------
+# --- 2:4 sparsity -------------------------------------------------------------------------------------------
 
 
 def two_of_four(score: jax.Array) -> jax.Array:
@@ -358,7 +358,7 @@ def round_in_ranges(
 
 
 def unpacked_codes(q: QTensor) -> jax.Array:
-    """Returns all codes `[..., F, D]`, whichever way they are stored; zeros where a sparse weight has none."""
+    """Returns all codes `[..., F, D]`, however they are stored; zeros where a sparse weight has none."""
     values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
     codes = unpack(values, q.pack) if q.format.packed else values
     return codes if q.kept is None else with_zeros(codes, q.kept)

@@ -19,8 +19,8 @@ Packed bytes: D is cut into pieces of `pack` inputs, and byte r of a piece's pac
 nibble and input r + pack/2 in the high one. With pack 64 that is the order of the GPU kernels.
 
 2:4 sparse (arXiv 2104.08378): of every four inputs in order an output has two, whose codes alone are stored,
-`[..., F, D/2]`. `kept`, uint8 `[..., F, D/8]`, has their places: four bits for each four inputs, the first place
-in the lower two, two such nibbles a byte.
+`[..., F, D/2]`. `kept`, uint8 `[..., F, D/8]`, has their places: a nibble for each four inputs, the first
+in its lower two bits.
 
 MX formats: OCP Microscaling Formats (MX) v1.0; nvfp4: a float8_e4m3fn scale for each 16 inputs and one
 float32 scale for the tensor.
@@ -96,12 +96,14 @@ class WeightFormat(Checked, section="weight format"):
             raise ConfigError("weight format: a group index needs groups")
         if self.sparse and (self.packed or not self.symmetric or self.indexed):
             raise ConfigError(
-                "weight format: 2of4 keeps floats or symmetric 8-bit codes, and no group index; take bf16_2of4, "
-                "int8_2of4 or fp8_2of4"
+                "weight format: 2of4 is for floats and symmetric 8-bit codes without a group index "
+                "(bf16_2of4, int8_2of4)"
             )
         plain = (self.sparse, self.granularity, self.scale_dtype) == (True, "tensor", "float32")
         if self.is_float and not plain:
-            raise ConfigError(f"weight format: {self.numbers} is for 2:4 sparsity alone, as {self.numbers}_2of4")
+            raise ConfigError(
+                f"weight format: {self.numbers} is for 2:4 sparsity alone, as {self.numbers}_2of4"
+            )
 
     @property
     def bits(self) -> int:

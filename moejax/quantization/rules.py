@@ -120,8 +120,8 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
         )
     if fmt.sparse != (method in SPARSE):
         raise ConfigError(
-            f"{path}: 2:4 formats (bf16_2of4, int8_2of4) are for magnitude and wanda, and these for no others: "
-            f"not {method} with {fmt.name}"
+            f"{path}: magnitude and wanda are for 2:4 formats (bf16_2of4, int8_2of4), these for them "
+            f"alone: not {method} with {fmt.name}"
         )
     fmt.check(path, shape[-2], shape[-1])
 

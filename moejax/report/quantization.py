@@ -248,6 +248,25 @@ def heatmaps(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | 
     return figure
 
 
+def documents_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:
+    """Documents × methods: loss of perplexity."""
+    losses = {r["name"]: details[r["name"]].get("documents") for r in _sound(result) if r["name"] in details}
+    names = [name for name, each in losses.items() if each]
+    if not names:
+        return None
+    documents = losses[names[0]]
+    size = (3.2 + 0.6 * len(names), 1.8 + 0.36 * len(documents))
+    figure, (axis,) = new_figure("Loss by document", result, *size)
+    values = np.array([[losses[n][d]["perplexity_loss_percent"] for n in names] for d in documents])
+    image = heat_map(axis, values, vmin=0, vmax=max(float(values.max()), 1e-9))
+    write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
+    axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
+    labels = [f"{name}\n{each['tokens']:,} tokens" for name, each in documents.items()]
+    axis.set_yticks(range(len(labels)), labels, fontsize=7)
+    axis.set_title("loss of perplexity, %", fontsize=9)
+    return figure
+
+
 def popularity_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:
     """Experts' output errors: by popularity group, and each expert of each layer for itself."""
     names = [r["name"] for r in _sound(result) if r.get("expert_error_rare") is not None]

@@ -52,8 +52,8 @@ class Streams(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Experts' numbers in the full model and in one with E' of its E: `fewer` int32 `[E + 1]` maps the former to
-    the latter, `full` `[E' + 1]` back; the last is none."""
+    """Experts' numbers in the full model and in one with E' of its E: `fewer` int32 `[E + 1]` maps the former
+    to the latter, `full` `[E' + 1]` back; the last is none."""
 
     fewer: jax.Array
     full: jax.Array

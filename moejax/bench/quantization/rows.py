@@ -77,7 +77,7 @@ def routing_fields(
 def document_losses(
     sums: Evaluation, documents: Mapping[str, np.ndarray], boot: WindowBootstrap
 ) -> dict[str, dict[str, Any]]:
-    """Returns the loss of perplexity of each of the text's documents, with its tokens and interval over windows."""
+    """Returns each document's tokens and loss of perplexity, with its interval over windows."""
     losses: dict[str, dict[str, Any]] = {}
     for name, (full, free, _) in sums.document_nats.items():
         tokens = documents[name].sum(axis=1)

@@ -129,7 +129,9 @@ def run_quantization(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     full = open_model(None)
-    windows = read_windows(section, full.model_dir, full.tokenizer, full.max_model_len, seed, full.eos_token_ids)
+    windows = read_windows(
+        section, full.model_dir, full.tokenizer, full.max_model_len, seed, full.eos_token_ids
+    )
     loads = None
     if section.routing_trace is not None:
         capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)

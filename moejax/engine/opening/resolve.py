@@ -174,9 +174,8 @@ def resolve(
     experts = product.value if moe.execution == "grouped" else moe.execution
     tokenizer = Tokenizer.load(directory) if directory else None
     ends = eos_token_ids(config, directory)
-    quantization = plan_quantization(
-        quant, parallel, config, original, moe, places[0].axes, platform.value, experts, directory, tokenizer, ends
-    )  # fmt: skip
+    where = places[0].axes, platform.value, experts, directory
+    quantization = plan_quantization(quant, parallel, config, original, moe, *where, tokenizer, ends)
     resolutions = [
         platform,
         compute_dtype,
