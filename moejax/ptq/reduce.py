@@ -1,10 +1,9 @@
 """Fewer experts in each layer: calibration text says which ones stay; the others are left out or merged.
 
-The text goes once through the float model as it is. Routers keep the rows and biases of the experts that stay,
-and weigh them as the family's router does (the papers on merging keep all rows: a model
-of another kind).
-All layers keep as many, since a Hugging Face configuration has one number, and all of a router's groups. Shared
-experts stay.
+The text goes once through the float model as it is. Routers keep the rows and biases of the experts that
+stay, and weigh them as the family's router does (the papers on merging keep all rows: a model of another
+kind). All layers keep as many, since a Hugging Face configuration has one number, and all of a router's
+groups. Shared experts stay.
 """
 
 import dataclasses
