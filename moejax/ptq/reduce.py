@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from scipy.optimize import linear_sum_assignment
 from moejax.core.config import ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.moe import MoeConfig
-from moejax.core.quant import ExpertReduction, QuantConfig
+from moejax.core.quant import Criterion, ExpertReduction, QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.moe.experts import Experts
 from moejax.moe.router import Routing
 from moejax.nn.param import iter_params
 from moejax.ops.row_sums import summed
-from moejax.ptq.apply import checked_tokens, embedded
+from moejax.ptq.apply import Progress, checked_tokens, embedded
 from moejax.ptq.fold import canonical, store
 from moejax.ptq.observers import advance, observe_at, run_stage
 from moejax.ptq.report import StageReport
@@ -48,17 +48,18 @@ def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig
     if experts.method == "none":
         return config
     E, groups, key = config.num_experts, config.router.groups, f"quant.experts.keep={experts.keep:g}"
-    if not any(config.moe_layers):
-        raise ConfigError(f"quant.experts.method={experts.method}: the model has no experts; use none")
+    unfit = (
+        "routers of two levels have no logits of all experts; use prune" if config.router.group_gate else ""
+    )
+    unfit = unfit if experts.method == "merge" else ""
+    if unfit or not any(config.moe_layers):
+        why = unfit or "the model has no experts; use none"
+        raise ConfigError(f"quant.experts.method={experts.method}: {why}")
     if experts.keep >= 1 and (experts.keep != int(experts.keep) or experts.keep % groups):
         raise ConfigError(f"{key}: give a share below 1 or a number that its {groups} groups divide")
     count = int(experts.keep) if experts.keep >= 1 else groups * round(experts.keep * E / groups)
     if not 0 < count < E:
         raise ConfigError(f"{key} keeps {count} of {E} experts; keep fewer than all and more than none")
-    if experts.method == "merge" and config.router.group_gate:
-        raise ConfigError(
-            "quant.experts.method=merge: routers of two levels have no logits of all experts; use prune"
-        )
     try:
         return config.replace(num_experts=count)
     except ConfigError as error:
@@ -85,10 +86,8 @@ def _observe(
     def see(rows: jax.Array, routing: Routing, moe: MoeConfig, *_: Any) -> None:
         norms = jnp.linalg.norm(expert_outputs(experts, rows, routing.ids, moe).astype(jnp.float32), axis=-1)
         flat, weights = routing.ids.reshape(-1), routing.weights.reshape(-1)
-        for name, values in (
-            ("frequency", jnp.ones_like(weights)), ("router_mass", weights), ("reap", weights * norms)
-        ):  # fmt: skip
-            seen[name] += jax.ops.segment_sum(values, flat, E + 1)[:E]
+        terms = {"frequency": jnp.ones_like(weights), "router_mass": weights, "reap": weights * norms}
+        seen.update({n: seen[n] + jax.ops.segment_sum(v, flat, E + 1)[:E] for n, v in terms.items()})
         logits = jnp.where(valid.reshape(-1, 1), routing.logits, 0.0)
         seen["gram"] += jnp.matmul(logits.T, logits, precision=jax.lax.Precision.HIGHEST)
 
@@ -97,7 +96,7 @@ def _observe(
 
 
 def expert_usage(
-    model: Decoder, tokens: np.ndarray, batch_size: int, progress: Callable[[float, str], None] | None = None
+    model: Decoder, tokens: np.ndarray, batch_size: int, progress: Progress | None = None
 ) -> dict[int, Usage]:
     """Returns what the experts of every layer that has some did with tokens int32 `[S, L]`."""
     E, hidden = model.config.num_experts, embedded(model, tokens, batch_size)
@@ -106,9 +105,7 @@ def expert_usage(
     for number, stage in enumerate(layers):
         if progress is not None:
             progress(number / len(layers), f"observing {stage.name}")
-        sums = {name: jnp.zeros(E) for name in ("frequency", "router_mass", "reap")} | {
-            "gram": jnp.zeros((E, E))
-        }
+        sums = {"gram": jnp.zeros((E, E))} | {name: jnp.zeros(E) for name in get_args(Criterion)}
         graph, state = nnx.split(stage.module)
         sparse = model.config.moe_layers[number]
         for batch in hidden.batches():
@@ -169,16 +166,10 @@ def reduce_experts(
     small: Decoder,
     quant: QuantConfig,
     tokens: np.ndarray | None,
-    progress: Callable[[float, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[StageReport]:
-    """Gives `small`, without values and of `reduced_config`, the model's weights; the model is only read.
-
-    Args:
-        tokens: int32 `[S, L]`, calibration text.
-        progress: called between layers.
-
-    Returns:
-        a report for each layer with experts.
+    """Gives `small`, of `reduced_config` and without values, what stays of the model's weights by what tokens
+    int32 `[S, L]` show; returns a report for each layer with experts.
 
     Raises:
         ConfigError: no tokens, or such as the model cannot run; a model that is split over devices.
@@ -188,7 +179,7 @@ def reduce_experts(
     usage = expert_usage(model, tokens, min(quant.calibration.batch_size, len(tokens)), progress)
     count, groups = small.config.num_experts, config.router.groups
     places = {layer: stand_ins(used, experts, count, groups) for layer, used in usage.items()}
-    source, averages = dict(iter_params(model)), {}
+    source, averages = dict(iter_params(model)), dict[int, dict[str, np.ndarray]]()
     for name, param in iter_params(small):
         value, spec = canonical(source[name]), param.get_metadata("spec")
         part = re.fullmatch(r"layers\.(\d+)\.moe\.(experts|router)\.(\w+)", name)
@@ -199,7 +190,7 @@ def reduce_experts(
                     prefix = name.removesuffix(part[3])
                     mine = {n.removeprefix(prefix): p for n, p in source.items() if n.startswith(prefix)}
                     stacks = {n: np.asarray(canonical(p), np.float32) for n, p in mine.items()}
-                    averages[layer] = merged(stacks, places[layer], usage[layer]["frequency"])
+                    averages = {layer: merged(stacks, places[layer], usage[layer]["frequency"])}
                 value = jnp.asarray(averages[layer][part[3]])
             else:
                 kept = np.flatnonzero(places[layer] == np.arange(config.num_experts))

@@ -55,8 +55,7 @@ class StageReport:
         notes: what a reader should know, one line each.
         seconds: in all.
         resumed: taken from `work_dir`, not computed in this run.
-        stand_ins: of a layer that has fewer experts now, for each that there was the one in its place: itself
-            where it stays, the one that it was merged into, or -1.
+        stand_ins: `moejax.ptq.reduce.stand_ins` of a layer that has fewer experts now.
     """
 
     name: str
@@ -116,12 +115,6 @@ class QuantReport:
     def damping_raised(self) -> int:
         """Matrices whose damping had to be raised."""
         return sum(len(weight.damping_raised) for weight in self.weights)
-
-    @property
-    def stand_ins(self) -> dict[int, list[int]]:
-        """`StageReport.stand_ins` of the layers that have fewer experts, by their numbers."""
-        fewer = {stage.name: stage.stand_ins for stage in self.stages if stage.stand_ins is not None}
-        return {int(name.removeprefix("layer ")): each for name, each in fewer.items()}
 
     @property
     def notes(self) -> list[str]:

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from moejax.engine.requests.tokenizer import Tokenizer
 
 
-DOCUMENT_SHARE = 0.05
-"""Share of the text from which a document is looked at by itself."""
-
-
 @dataclass(frozen=True)
 class HeldOutText(Checked):
     """The text that models are compared on.
@@ -53,8 +49,8 @@ class Windows:
         scored: bool `[W, T]`: tokens that are predicted; False is padding.
         source: the text's file.
         bytes_per_token: of the text's UTF-8.
-        documents: name → bool `[W, T]`, predicted tokens of each document with at least `DOCUMENT_SHARE` of
-            the text, and of "others"; none where the text is a single one.
+        documents: name → bool `[W, T]`, predicted tokens of each document with at least 5 % of the text, and
+            of "others"; none where the text is a single one.
     """
 
     tokens: np.ndarray
@@ -131,8 +127,8 @@ def read_windows(
     starts = np.flatnonzero(np.append(True, is_end[:-1]))
     for start, stop in zip(starts, [*starts[1:], len(stream)], strict=True) if len(starts) > 1 else ():
         name = tokenizer.decode(stream[start : start + 24].tolist()).strip().partition("\n")[0][:24]
-        name = name if stop - start >= DOCUMENT_SHARE * len(stream) else "others"
-        places = index[chosen, 1:]
-        masks[name] = masks.get(name, False) | (scored & (places >= start) & (places < stop))
-    masks = {name: mask for name, mask in masks.items() if mask.any()}
+        name = name if stop - start >= 0.05 * len(stream) else "others"
+        mask = scored & (index[chosen, 1:] >= start) & (index[chosen, 1:] < stop)
+        if mask.any():
+            masks[name] = masks.get(name, False) | mask
     return Windows(padded[index[chosen]], scored, str(path), per_token, masks)

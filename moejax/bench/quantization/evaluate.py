@@ -9,9 +9,8 @@ Experts are compared as functions: each one's output on the full-precision activ
 the full-precision router sends to it, so that only its own weights' error counts. What a method folds into
 the norm in front is part of the function: it is applied to that norm's input.
 
-A model with fewer experts is told of by the one that stands in for each (`moejax.ptq.reduce.stand_ins`), and
-counted in the full model's numbers: replayed, an expert that is gone runs nothing, and its output's error is
-the whole of it.
+Experts of a model with fewer are counted in the full model's numbers. Replayed, one that is gone runs
+nothing, and the error of its output is the whole of it.
 """
 
 import functools
@@ -51,20 +50,17 @@ class Streams(NamedTuple):
     replayed: Stream
 
 
-class Numbers(NamedTuple):
-    """Experts' numbers in the full model and in one with E' of its E: `fewer` int32 `[E + 1]` maps the former
-    to the latter, `full` `[E' + 1]` back; the last is none."""
+Numbers = tuple[jax.Array, jax.Array]
+"""Of E experts in the full model those in one with E' of them, int32 `[E + 1]`, and back, `[E' + 1]`; the
+last is none."""
 
-    fewer: jax.Array
-    full: jax.Array
 
-    @classmethod
-    def of(cls, stand_ins: np.ndarray) -> "Numbers":
-        """From the expert that stands in for each, int `[E]`."""
-        E = len(stand_ins)
-        kept = np.flatnonzero(stand_ins == np.arange(E))
-        fewer = np.where(stand_ins < 0, len(kept), np.searchsorted(kept, stand_ins))
-        return cls(*(jnp.asarray(np.append(a, b), jnp.int32) for a, b in ((fewer, len(kept)), (kept, E))))
+def numbers_of(stand_ins: np.ndarray) -> Numbers:
+    """From the expert that stands in for each, int `[E]`."""
+    kept = np.flatnonzero(stand_ins == np.arange(len(stand_ins)))
+    fewer = np.where(stand_ins < 0, len(kept), np.searchsorted(kept, stand_ins))
+    pairs = (fewer, len(kept)), (kept, len(stand_ins))
+    return tuple(jnp.asarray(np.append(*pair), jnp.int32) for pair in pairs)  # type: ignore[return-value]
 
 
 class LayerStats(NamedTuple):
@@ -114,7 +110,7 @@ class Evaluator:
             (nnx.split(full), nnx.split(other))
             for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
         ]
-        numbers = {layer: Numbers.of(np.asarray(each)) for layer, each in (stand_ins or {}).items()}
+        numbers = {layer: numbers_of(each) for layer, each in (stand_ins or {}).items()}
         batches: list[tuple[Any, list[LayerStats]]] = []
         for inputs, targets, scored, positions, rope in self._batches():
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
@@ -123,8 +119,8 @@ class Evaluator:
             for number, (full, other) in enumerate(layers):
                 graphs, states = (full[0], other[0]), (full[1], other[1])
                 told = told_of(self.full.config, number, rope)
-                inputs_of = streams, told, positions, scored, numbers.get(number)
-                streams, stats = _layer(*graphs, kv_cache, by_step, *states, *inputs_of)
+                inputs_of = *states, streams, told, positions, scored, numbers.get(number)
+                streams, stats = _layer(*graphs, kv_cache, by_step, *inputs_of)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
             batches.append(jax.device_get((ends, layer_stats)))
@@ -164,9 +160,8 @@ class Evaluator:
         for of_batches in zip(*(ends for ends, _ in batches), strict=True):
             values = np.concatenate(of_batches).astype(np.float64)[: len(scored)]
             ends.append(values * scored)
-        documents = {
-            name: (ends[0] * mask[:, None]).sum(axis=2).T for name, mask in self.windows.documents.items()
-        }
+        masks = self.windows.documents.items()
+        documents = {name: (ends[0] * mask[:, None]).sum(axis=2).T for name, mask in masks}
         ends = [values.sum(axis=2).T for values in ends]
         fields: dict[str, Any] = {"tokens": self.windows.num_tokens, "document_nats": documents}
         for name in LayerStats._fields:
@@ -222,17 +217,17 @@ def _layer(
     x, attended, _ = full.attend(*streams.full, rope, positions, None)
     total = x + attended
     x, out, recorded = full.feed_forward(total, None, scored)
-    replay = forced_replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
-    if numbers is not None and replay is not None:
-        ids = numbers.fewer[replay.ids]
-        forced_replay = Replay(ids, jnp.where(ids < numbers.full.size - 1, recorded.weights, 0.0))
+    replay = mine = None if recorded is None else Replay(recorded.ids, recorded.weights)
+    if numbers is not None:
+        ids = numbers[0][recorded.ids]
+        mine = Replay(ids, jnp.where(ids < numbers[1].size - 1, recorded.weights, 0.0))
     cache = None if kv_cache == "auto" or layer.is_linear else RoundedLayer(kv_cache)
     if by_step:
         *free, trace = _by_position(layer, *layer.attend(*streams.free, rope, positions, cache)[:2], scored)
         forced, shadow = free, trace
     else:
         *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
-        *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, forced_replay)
+        *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, mine)
     outputs = Streams(Stream(x, summed(out, x)), Stream(*free), Stream(*forced))
     return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored, numbers)
 
@@ -327,11 +322,10 @@ def _compare_layer(
         return LayerStats(none, none, jnp.zeros((2, E), jnp.int32), jnp.zeros(E), jnp.zeros(E))
     k = replay.ids.shape[-1]
     base = replay.ids.reshape(-1, k)
-    wished, same, mine = jax.lax.top_k(shadow.logits, k)[1].astype(jnp.int32), base, base
-    free = trace.ids
+    free, wished, same, mine = trace.ids, jax.lax.top_k(shadow.logits, k)[1].astype(jnp.int32), base, base
     if numbers is not None:
-        mine = numbers.fewer[base]
-        free, wished, same = (numbers.full[ids] for ids in (free, wished, mine))
+        mine = numbers[0][base]
+        free, wished, same = (numbers[1][ids] for ids in (free, wished, mine))
     wished = jnp.where(scored[..., None], wished, E)
     pairs = [routing_changes(same, ids.reshape(-1, k), E) for ids in (free, wished)]
     flipped, changed = (jnp.stack(part) for part in zip(*pairs, strict=True))

@@ -20,7 +20,6 @@ from moejax.bench.quantization.rows import (
     loss_fields,
     routing_fields,
     split_fields,
-    worst_document,
 )
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
@@ -107,7 +106,8 @@ def measure_method(
     }
     details: dict[str, Any] = {"report": None if report is None else report.to_dict()}
     began = time.perf_counter()
-    places = {} if report is None else report.stand_ins
+    fewer = [stage for stage in report.stages if stage.stand_ins] if report is not None else []
+    places = {int(stage.name.split()[1]): np.array(stage.stand_ins) for stage in fewer}
     sums = bench.evaluator(llm.model, quant.kv_cache, advance, stand_ins=places)
     row["evaluate_seconds"] = time.perf_counter() - began
     popularity = popularity_errors(
@@ -116,8 +116,8 @@ def measure_method(
     row |= split_fields(bench.boot, sums)
     row |= routing_fields(sums, llm.config.moe_layers, popularity if report is not None else None)
     details |= detail(sums, llm.config.moe_layers, popularity)
-    details["documents"] = document_losses(sums, bench.windows.documents, bench.boot)
-    row |= worst_document(details["documents"])
+    details["documents"], worst = document_losses(sums, bench.windows.documents, bench.boot)
+    row |= worst
     nats = sums.nats[1]
     if quant.kv_cache != "auto":
         # The cache itself is read in the engine only: its loss is the one that counts, and how far the

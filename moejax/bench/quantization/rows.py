@@ -76,27 +76,20 @@ def routing_fields(
 
 def document_losses(
     sums: Evaluation, documents: Mapping[str, np.ndarray], boot: WindowBootstrap
-) -> dict[str, dict[str, Any]]:
-    """Returns each document's tokens and loss of perplexity, with its interval over windows."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns each document's tokens and loss of perplexity, with its interval over windows; and row fields
+    of the one that loses most, none for a text of a single document."""
     losses: dict[str, dict[str, Any]] = {}
     for name, (full, free, _) in sums.document_nats.items():
         tokens = documents[name].sum(axis=1)
-        some = tokens > 0
-        part = WindowBootstrap(tokens[some], resamples=len(boot.counts) - 1, confidence=boot.confidence)
-        fields = loss_fields(part, free[some], full[some], 1.0)
-        kept = {key: value for key, value in fields.items() if key.startswith("perplexity_loss")}
-        losses[name] = {"tokens": int(tokens.sum()), **kept}
-    return losses
-
-
-def worst_document(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Row fields: the document that loses most, and how much; none of a text of a single one."""
-    if not losses:
-        return {}
-    name = max(losses, key=lambda name: losses[name]["perplexity_loss_percent"])
-    ends = ("", "_low", "_high")
-    worst = {f"document_loss_percent{end}": losses[name][f"perplexity_loss_percent{end}"] for end in ends}
-    return {"worst_document": name, **worst}
+        part = WindowBootstrap(tokens[tokens > 0], resamples=len(boot.counts) - 1, confidence=boot.confidence)
+        fields = loss_fields(part, free[tokens > 0], full[tokens > 0], 1.0)
+        losses[name] = {"document_tokens": int(tokens.sum())} | {
+            f"document_loss_percent{end}": fields[f"perplexity_loss_percent{end}"]
+            for end in ("", "_low", "_high")
+        }
+    worst = max(losses, key=lambda name: losses[name]["document_loss_percent"], default=None)
+    return losses, {"worst_document": worst, **losses[worst]} if worst else {}
 
 
 def flip_shares(sums: Evaluation) -> tuple[np.ndarray, np.ndarray]:

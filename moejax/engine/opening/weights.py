@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -136,8 +136,8 @@ def load(
         failed.pop_all()
     report, fewer = None, []
     if plan.original is not None:
-        (whole,), (place,) = stages, resolved.places
-        stages = [_builder(resolved, place, ranges[0])(resolved.config)]
+        (whole,) = stages  # on one device
+        stages = [Decoder(resolved.config, moe=resolved.moe, kernels=resolved.kernels)]
         if fill:
             fewer = reduce_experts(whole, stages[0], resolved.quant, plan.tokens, on_progress)
         gone = weight_size(whole)[0] - weight_size(stages[0])[0]
@@ -149,8 +149,10 @@ def load(
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
         if fewer:
-            every = {"stages": [*fewer, *report.stages], "float_bytes": report.float_bytes + gone}
-            report = dataclasses.replace(report, method=resolved.quant.what, **every)
+            method, before = resolved.quant.what, report.float_bytes + gone
+            seconds = report.seconds + sum(stage.seconds for stage in fewer)
+            every = {"stages": [*fewer, *report.stages], "float_bytes": before, "seconds": seconds}
+            report = dataclasses.replace(report, method=method, **every)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
@@ -220,11 +222,21 @@ def load_stage(
         skip: parameters that are neither made nor read.
     """
 
+    def build(config: ModelConfig) -> Decoder:
+        return Decoder(
+            config,
+            moe=resolved.moe,
+            kernels=resolved.kernels,
+            parallel=resolved.parallel,
+            axes=place.axes,
+            layers=layers,
+        )
+
     def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
         assert isinstance(place, MeshDevices)
         return shardings(declared, place.mesh, place.axes)
 
-    spread, build = isinstance(place, MeshDevices), _builder(resolved, place, layers)
+    spread = isinstance(place, MeshDevices)
     model = build(resolved.quantization.original or resolved.config)
     if resolved.source is None and store is not None:
         where = at(specs(model)) if spread else None
@@ -245,20 +257,6 @@ def load_stage(
             logger.info("%s: read %.1f MB of %d tensors in %.1f s", *told)
     put_tables(model, place)
     return model
-
-
-def _builder(
-    resolved: ResolvedEngine, place: SingleDevice, layers: range
-) -> Callable[[ModelConfig], Decoder]:
-    """Returns what makes an abstract model, or a pipeline stage of it, of a configuration."""
-    return functools.partial(
-        Decoder,
-        moe=resolved.moe,
-        kernels=resolved.kernels,
-        parallel=resolved.parallel,
-        axes=place.axes,
-        layers=layers,
-    )
 
 
 def _place_shapes(stage: Decoder, place: SingleDevice) -> None:
