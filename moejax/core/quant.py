@@ -81,12 +81,10 @@ class QuantConfig(Checked, section="quant"):
     """Quantization of weights and of the key/value cache.
 
     Attributes:
-        method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "magnitude" keeps the two
-            greatest of every four inputs of an output, "wanda" (arXiv 2306.11695) with each input's norm as a
-            factor, by calibration. "none" leaves the weights as they are in the checkpoint (which may be
-            quantized itself).
-        format: of the weights, see `moejax.quantization.formats.parse_format`; empty is int8, of "magnitude"
-            and "wanda" bf16_2of4.
+        method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "magnitude" keeps two of
+            every four weights, "wanda" (arXiv 2306.11695) by calibration. "none" leaves the weights
+            as they are in the checkpoint (which may be quantized itself).
+        format: of the weights, see `moejax.quantization.formats.parse_format`; empty is int8, or bf16_2of4.
         clip: how the range of a scale is found: "minmax"; "percentile" of the magnitudes; "entropy"
             (least KL divergence of the histograms); "mse" (least squared error).
         percentile: of "percentile".

@@ -20,23 +20,18 @@ from flax import nnx
 from scipy.optimize import linear_sum_assignment
 
 from moejax.core.config import ModelConfig
-from moejax.core.errors import ConfigError
-from moejax.core.moe import MoeConfig
+from moejax.core.errors import ConfigError, refuse
 from moejax.core.quant import Criterion, ExpertReduction, QuantConfig
 from moejax.models.decoder import Decoder
-from moejax.moe.experts import Experts
+from moejax.moe.layer import MoELayer
 from moejax.moe.router import Routing
 from moejax.nn.param import iter_params
 from moejax.ops.row_sums import summed
 from moejax.ptq.apply import Progress, checked_tokens, embedded
 from moejax.ptq.fold import canonical, store
-from moejax.ptq.observers import advance, observe_at, run_stage
+from moejax.ptq.observers import observe_at, run_stage
 from moejax.ptq.report import StageReport
 from moejax.ptq.sites import stages_of
-
-Usage = dict[str, np.ndarray]
-"""What a layer's experts did: float `[E]` by criterion, and "likeness" `[E, E]`, the cosine of two experts'
-router logits over all tokens."""
 
 
 def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig:
@@ -47,15 +42,11 @@ def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig
     """
     if experts.method == "none":
         return config
+    two_levels = experts.method == "merge" and config.router.group_gate
+    refusals = {"a model without experts": not any(config.moe_layers), "a router of two levels": two_levels}
+    refuse(f"quant.experts.method={experts.method}", True, refusals)
     E, groups, key = config.num_experts, config.router.groups, f"quant.experts.keep={experts.keep:g}"
-    unfit = (
-        "routers of two levels have no logits of all experts; use prune" if config.router.group_gate else ""
-    )
-    unfit = unfit if experts.method == "merge" else ""
-    if unfit or not any(config.moe_layers):
-        why = unfit or "the model has no experts; use none"
-        raise ConfigError(f"quant.experts.method={experts.method}: {why}")
-    if experts.keep >= 1 and (experts.keep != int(experts.keep) or experts.keep % groups):
+    if experts.keep >= 1 and experts.keep % groups:
         raise ConfigError(f"{key}: give a share below 1 or a number that its {groups} groups divide")
     count = int(experts.keep) if experts.keep >= 1 else groups * round(experts.keep * E / groups)
     if not 0 < count < E:
@@ -66,55 +57,50 @@ def reduced_config(config: ModelConfig, experts: ExpertReduction) -> ModelConfig
         raise ConfigError(f"{key} leaves too few of {E} experts: {error}; keep more") from None
 
 
-def expert_outputs(experts: Experts, rows: jax.Array, ids: jax.Array, moe: MoeConfig) -> jax.Array:
+def expert_outputs(layer: MoELayer, rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns each chosen expert's output for a token: rows `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`,
     unweighted; an expert E gives zeros."""
     rows, flat = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1, 1)
     alone = Routing(flat, jnp.ones(flat.shape, jnp.float32), jnp.zeros((rows.shape[0], 0), jnp.float32))
     # Every assignment runs, whatever room the model's own execution would give it.
-    return summed(experts(rows, alone, dataclasses.replace(moe, execution="grouped")).out, rows)
+    return summed(layer.experts(rows, alone, dataclasses.replace(layer.moe, execution="grouped")).out, rows)
 
 
 @functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("sums",))
 def _observe(
     graph: Any, state: Any, sums: Any, x: jax.Array, valid: jax.Array, share: jax.Array | None
 ) -> tuple[Any, jax.Array]:
-    """Adds what a layer's experts do with a batch to `sums`; returns them and the layer's output."""
-    module, seen = nnx.merge(graph, state), dict(sums)
-    experts, E = module.moe.experts, module.moe.num_experts
+    """Returns `sums` with what a layer's experts, if any, do with a batch; and the layer's output."""
+    module, whole, seen = nnx.merge(graph, state), nnx.merge(graph, state).moe, dict(sums)
 
-    def see(rows: jax.Array, routing: Routing, moe: MoeConfig, *_: Any) -> None:
-        norms = jnp.linalg.norm(expert_outputs(experts, rows, routing.ids, moe).astype(jnp.float32), axis=-1)
+    def see(rows: jax.Array, routing: Routing, *_: Any) -> None:
+        norms = jnp.linalg.norm(expert_outputs(whole, rows, routing.ids).astype(jnp.float32), axis=-1)
         flat, weights = routing.ids.reshape(-1), routing.weights.reshape(-1)
         terms = {"frequency": jnp.ones_like(weights), "router_mass": weights, "reap": weights * norms}
-        seen.update({n: seen[n] + jax.ops.segment_sum(v, flat, E + 1)[:E] for n, v in terms.items()})
+        seen.update({n: seen[n] + jax.ops.segment_sum(v, flat, whole.num_experts) for n, v in terms.items()})
         logits = jnp.where(valid.reshape(-1, 1), routing.logits, 0.0)
         seen["gram"] += jnp.matmul(logits.T, logits, precision=jax.lax.Precision.HIGHEST)
 
-    observe_at(module, "moe.experts", see)
+    if whole is not None:
+        observe_at(module, "moe.experts", see)
     return seen, run_stage(module, x, valid, share)
 
 
 def expert_usage(
     model: Decoder, tokens: np.ndarray, batch_size: int, progress: Progress | None = None
-) -> dict[int, Usage]:
-    """Returns what the experts of every layer that has some did with tokens int32 `[S, L]`."""
+) -> dict[int, dict[str, np.ndarray]]:
+    """Returns what the experts of each layer that has some do with tokens int32 `[S, L]`: by criterion, float
+    `[E]`, and "likeness" `[E, E]`, the cosine of two experts' router logits."""
     E, hidden = model.config.num_experts, embedded(model, tokens, batch_size)
-    found: dict[int, Usage] = {}
-    layers = [stage for stage in stages_of(model) if stage.prefix]
+    found, layers = {}, [stage for stage in stages_of(model) if stage.prefix]
     for number, stage in enumerate(layers):
         if progress is not None:
             progress(number / len(layers), f"observing {stage.name}")
         sums = {"gram": jnp.zeros((E, E))} | {name: jnp.zeros(E) for name in get_args(Criterion)}
-        graph, state = nnx.split(stage.module)
-        sparse = model.config.moe_layers[number]
         for batch in hidden.batches():
-            if sparse:
-                sums, x = _observe(graph, state, sums, batch.x, batch.valid, stage.share)
-            else:
-                x = advance(graph, state, batch.x, batch.valid, stage.share)
+            sums, x = _observe(*nnx.split(stage.module), sums, batch.x, batch.valid, stage.share)
             hidden.put(batch, x)
-        if sparse:
+        if model.config.moe_layers[number]:
             usage = {name: np.asarray(value, np.float64) for name, value in sums.items()}
             usage["reap"] /= np.maximum(usage["frequency"], 1)
             length = np.sqrt(np.maximum(np.diag(gram := usage.pop("gram")), 1e-30))
@@ -122,7 +108,9 @@ def expert_usage(
     return found
 
 
-def stand_ins(usage: Usage, experts: ExpertReduction, count: int, groups: int) -> np.ndarray:
+def stand_ins(
+    usage: Mapping[str, np.ndarray], experts: ExpertReduction, count: int, groups: int
+) -> np.ndarray:
     """Returns for each expert the one that stands in its place, int `[E]`: itself where it is one of the
     `count` that stay, as many of each group; the one that it is merged into; or -1."""
     score = usage[experts.criterion].reshape(groups, -1)

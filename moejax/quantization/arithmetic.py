@@ -15,12 +15,8 @@ error to a weight beyond half a step (or saturation, where the scale was rounded
     float8_e4m3fn     the numbers, saturated       448 (no infinity)   0
     float8_e5m2       the numbers, saturated       57344               0
     float4_e2m1fn     nibbles sign, 2 bits, 1 bit  6                   0
-    float32, ...      the weights themselves       (step 1)            0
 
-Why not `qwix.quantize`, whose core has these formats too: it rounds codes before it casts the scale to the
-dtype that is kept, divides a symmetric range into 2^bits - 1 steps where the GPU kernels (and published
-checkpoints) have 2^bits - 2, takes no range found by clipping, has no scale of the tensor in nvfp4, and its
-4-bit codes take a byte each. The tests hold it beside these functions wherever both define the same numbers.
+Why they are not qwix's: docs/decisions.md. The tests hold them beside `qwix.quantize` where both are defined.
 """
 
 import functools
@@ -31,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.quantization.formats import BITS, QTensor, WeightFormat
+from moejax.quantization.formats import QTensor, WeightFormat
 from pallas_kernels import qformats
 from pallas_kernels.fp8 import decode_e2m1, encode_e4m3, encode_e5m2
 
@@ -84,8 +80,7 @@ def unpack(packed: Array, piece: int) -> Array:
 
 
 def two_of_four(score: jax.Array) -> jax.Array:
-    """Returns where the two highest of every four of score `[..., F, D]` are, of equal ones the first: uint8
-    `[..., F, D/8]` (`WeightFormat.parts`, "kept")."""
+    """Returns `QTensor.kept` of the two highest of every four scores `[..., F, D]`, first of equal ones."""
     best = jnp.sort(jax.lax.top_k(score.reshape(*score.shape[:-1], -1, 4), 2)[1], axis=-1).astype(jnp.uint8)
     return pack(best[..., 0] | (best[..., 1] << jnp.uint8(2)), 2)
 
@@ -180,8 +175,6 @@ def scales_from_range(
     Returns:
         scales `[..., G, O]`; zeros `[..., G, O]` or None; tensor scale float32 `[..., 1, 1]` or None.
     """
-    if fmt.is_float:
-        return jnp.ones_like(low), None, None
     low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
     levels = float(2**fmt.bits - 1)
     span = jnp.maximum(high, -low) if fmt.symmetric else high - low
@@ -268,11 +261,8 @@ def round_to_codes(w: jax.Array, step: jax.Array, zero: jax.Array, fmt: WeightFo
 def encode(x: jax.Array, numbers: str) -> jax.Array:
     """Rounds float32 to float8 numbers (or float4 nibbles), nearest, ties to even, saturating.
 
-    By integer arithmetic: compilers differ in how often they round on the way from float32 to float8. Wider
-    numbers are cast.
+    By integer arithmetic: compilers differ in how often they round on the way from float32 to float8.
     """
-    if BITS[numbers] > 8:
-        return x.astype(numbers)
     if numbers == "float4_e2m1fn":
         return encode_e2m1(x)
     bits = encode_e4m3(x) if numbers == "float8_e4m3fn" else encode_e5m2(x)
@@ -321,29 +311,21 @@ def assemble(
     tensor_scale: jax.Array | None = None,
     group_index: jax.Array | None = None,
     input_scale: jax.Array | None = None,
-    kept: jax.Array | None = None,
 ) -> QTensor:
     """Returns a `QTensor` from unpacked codes `[..., F, D]` and the arrays of `scales_from_range`; packs."""
     piece = fmt.pack(codes.shape[-1])
-    values = pack(codes, piece) if fmt.packed else codes if kept is None else only_kept(codes, kept)
-    return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece, kept)
+    values = pack(codes, piece) if fmt.packed else codes
+    return QTensor(values, scales, zeros, tensor_scale, group_index, input_scale, fmt, piece)
 
 
 def round_in_ranges(
-    w: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    fmt: WeightFormat,
-    *,
-    input_scale: jax.Array | None = None,
-    kept: jax.Array | None = None,
+    w: jax.Array, low: jax.Array, high: jax.Array, fmt: WeightFormat, *, input_scale: jax.Array | None = None
 ) -> QTensor:
     """Rounds each weight of `[..., D, F]` to the nearest code of its scale, which covers its range.
 
     Args:
         low, high: float32 `[..., G, O]`, ranges by place.
         input_scale: float32 `[..., 1]`, of static activations.
-        kept: of sparse formats, see `two_of_four`.
     """
     D, F = w.shape[-2:]
     scales, zeros, tensor_scale = scales_from_range(low, high, fmt)
@@ -353,8 +335,9 @@ def round_in_ranges(
     index = None
     if fmt.indexed:
         index = jnp.broadcast_to(jnp.arange(D, dtype=jnp.int32) // fmt.group, (*w.shape[:-2], D))
-    found: dict[str, Any] = {"tensor_scale": tensor_scale, "group_index": index, "kept": kept}
-    return assemble(codes, scales, zeros, fmt, **found, input_scale=input_scale)
+    return assemble(
+        codes, scales, zeros, fmt, tensor_scale=tensor_scale, group_index=index, input_scale=input_scale
+    )
 
 
 def unpacked_codes(q: QTensor) -> jax.Array:

@@ -95,25 +95,15 @@ class WeightFormat(Checked, section="weight format"):
         if self.indexed and self.granularity != "group":
             raise ConfigError("weight format: a group index needs groups")
         if self.sparse and (self.packed or not self.symmetric or self.indexed):
-            raise ConfigError(
-                "weight format: 2of4 is for floats and symmetric 8-bit codes without a group index "
-                "(bf16_2of4, int8_2of4)"
-            )
+            raise ConfigError("weight format: 2of4 is for floats and symmetric 8-bit codes, by place")
         plain = (self.sparse, self.granularity, self.scale_dtype) == (True, "tensor", "float32")
-        if self.is_float and not plain:
-            raise ConfigError(
-                f"weight format: {self.numbers} is for 2:4 sparsity alone, as {self.numbers}_2of4"
-            )
+        if self.bits > 8 and not plain:
+            raise ConfigError(f"weight format: {self.numbers} is for 2:4 weights alone, {self.numbers}_2of4")
 
     @property
     def bits(self) -> int:
         """Bits of one code."""
         return BITS[self.numbers]
-
-    @property
-    def is_float(self) -> bool:
-        """True if a code is the weight itself."""
-        return self.bits > 8
 
     @property
     def packed(self) -> bool:
@@ -137,7 +127,7 @@ class WeightFormat(Checked, section="weight format"):
             return "mxfp4" if self == MXFP4 else "nvfp4"
         parts: list[str] = [self.numbers]
         if self.granularity == "tensor":
-            parts += [] if self.is_float else ["tensor"]
+            parts += [] if self.bits > 8 else ["tensor"]
         elif self.group:
             parts.append(f"{self.granularity[0]}{self.group}")
         if not self.symmetric:
@@ -238,7 +228,7 @@ class QTensor:
         group_index: int32 `[..., D]`, the group of each input; None where it goes by place.
         input_scale: float32 `[..., 1]`, static scale of the activations: x ≈ code · input_scale.
         pack: inputs of a piece of packed bytes; of the whole weight, also where this is a device's part.
-        kept: uint8 `[..., F, D/8]`, places of the inputs that a 2:4 sparse weight has.
+        kept: uint8 `[..., F, D/8]`, of 2:4 sparse formats.
     """
 
     values: jax.Array
@@ -296,14 +286,11 @@ _ALIASES = {
     "fp8_block128": "float8_e4m3fn_b128",
     "w8a8": "int8_a8",
     "w8a8_static": "int8_a8static",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
+    "bf16_2of4": "bfloat16_2of4",
 }
 KNOWN_FORMATS = (
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g128", "int4", "int4_g32", "int4_g64", "int4_g128",
-    "int4_g64_asym", "int4_g128_asym", *list(_ALIASES)[:-3], "fp8_a8", "mxfp4", "nvfp4", "bf16_2of4",
-    "int8_2of4",
+    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "fp8_a8", "mxfp4", "nvfp4", "int8_2of4",
 )  # fmt: skip
 """Formats that a message lists; any parts of `WeightFormat.name` may follow a name of numbers or an alias."""
 

@@ -1,12 +1,13 @@
 """Round to nearest: the method without calibration, and the baseline of all others."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from moejax.core.quant import Clip
-from moejax.quantization.arithmetic import only_kept, round_in_ranges, two_of_four, with_zeros
+from moejax.quantization.arithmetic import assemble, only_kept, round_in_ranges, two_of_four, with_zeros
 from moejax.quantization.clipping import ranges
 from moejax.quantization.formats import QTensor, WeightFormat
 
@@ -28,8 +29,8 @@ def round_to_nearest(
         clip, percentile: how scales are found, see `moejax.quantization.clipping`.
         input_scale: float32 `[..., 1]`, static scale of the activations, which only calibration can tell;
             None takes 1 where the format has one.
-        importance: float32 `[..., D]` of the inputs, for sparse formats: kept are the two of every four that
-            are greatest in magnitude times it. None: in magnitude.
+        importance: float32 `[..., D]`, factors of the inputs on the magnitudes by which a sparse format keeps
+            two of every four; None is 1.
 
     Returns:
         For indexed formats with the group index of inputs in order.
@@ -46,7 +47,10 @@ def round_to_nearest(
         score = jnp.abs(rows)
         kept = two_of_four(score if importance is None else score * importance[..., None, :])
         w = jnp.swapaxes(with_zeros(only_kept(rows, kept), kept), -1, -2)
-    low = high = jnp.zeros((*w.shape[:-2], 1, 1), jnp.float32)
-    if not fmt.is_float:
+    if fmt.bits > 8:
+        one = jnp.ones((*w.shape[:-2], 1, 1), jnp.float32)
+        q = assemble(rows.astype(fmt.code_dtype), one, None, fmt)
+    else:
         low, high = ranges(w, fmt, clip, percentile)
-    return round_in_ranges(w, low, high, fmt, input_scale=input_scale, kept=kept)
+        q = round_in_ranges(w, low, high, fmt, input_scale=input_scale)
+    return q if kept is None else replace(q, values=only_kept(q.values, kept), kept=kept)

@@ -67,7 +67,6 @@ EXPERIMENTS: Mapping[str, Report] = {
             "routing": "quantization:heatmaps",
             "popularity": "quantization:popularity_plot",
             "replay": "quantization:replay_plot",
-            "documents": "quantization:documents_plot",
         },
     ),
     "routing_policies": Report(

@@ -238,34 +238,13 @@ def heatmaps(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | 
     figure, axes = new_figure("Routing by layer", result, 3.2 + 3 * (1.2 + 0.42 * len(names)), height, 1, 3)
     for axis, (key, title) in zip(axes, panels, strict=True):
         values = 100 * np.array([[float(details[name][key][layer]) for name in names] for layer in layers])
-        _by_method(axis, values, names, title)
+        image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
+        axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
         thin_ticks(axis.yaxis, layers)
+        if values.size <= 320:
+            write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
+        axis.set_title(title, fontsize=9)
     axes[0].set_ylabel("layer")
-    return figure
-
-
-def _by_method(axis: Axes, values: np.ndarray, names: Sequence[str], title: str) -> None:
-    """A heat map `[rows, methods]`, with its numbers where there is room."""
-    image = heat_map(axis, values, vmin=0, vmax=max(float(np.nanmax(values)), 1e-9))
-    axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
-    if values.size <= 320:
-        write_cells(axis, image, values, lambda value: rounded(value, 1, 10))
-    axis.set_title(title, fontsize=9)
-
-
-def documents_plot(result: Mapping[str, Any], details: Mapping[str, Any]) -> Figure | None:
-    """Documents × methods: loss of perplexity."""
-    losses = {r["name"]: details[r["name"]].get("documents") for r in _sound(result) if r["name"] in details}
-    names = [name for name, each in losses.items() if each]
-    if not names:
-        return None
-    documents = losses[names[0]]
-    size = 3.2 + 0.6 * len(names), 1.8 + 0.36 * len(documents)
-    figure, (axis,) = new_figure("Loss by document", result, *size)
-    values = np.array([[losses[n][d]["document_loss_percent"] for n in names] for d in documents])
-    _by_method(axis, values, names, "loss of perplexity, %")
-    labels = [f"{name}\n{each['document_tokens']:,} tokens" for name, each in documents.items()]
-    axis.set_yticks(range(len(labels)), labels, fontsize=7)
     return figure
 
 

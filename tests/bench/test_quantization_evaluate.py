@@ -11,15 +11,16 @@ from flax import nnx
 
 from moejax.bench.common.held_out import Windows, read_windows
 from moejax.bench.quantization.config import QuantizationSection, SpeedSection
-from moejax.bench.quantization.evaluate import Evaluator, expert_outputs, routing_changes
+from moejax.bench.quantization.evaluate import Evaluator, routing_changes
 from moejax.bench.quantization.metrics import WindowBootstrap
-from moejax.bench.quantization.rows import document_losses
+from moejax.bench.quantization.rows import by_document
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
 from moejax.models.decoder import Decoder
 from moejax.moe.router import Replay
 from moejax.nn.param import iter_params, num_params
+from moejax.ptq.reduce import expert_outputs
 from tests.decoding import forward, random_model
 from tests.model_shapes import LINEAR
 from tests.numerics import assert_close, tolerance
@@ -208,12 +209,12 @@ def test_losses_by_document_are_those_of_its_tokens(models):
     alone = Evaluator(full, dataclasses.replace(text, scored=text.scored), 2)(other).document_nats["one"]
     assert not alone[:, [0, 3, 4]].any() and alone[:, 1:3].all()
     boot = WindowBootstrap(text.scored.sum(1), resamples=200)
-    losses, row = document_losses(sums, text.documents, boot)
+    losses, row = by_document(sums, text.documents, boot)
     ratio = np.exp((sums.document_nats["one"][1] - sums.document_nats["one"][0]).sum() / mask.sum())
     assert losses["one"]["document_loss_percent"] == pytest.approx(100 * (ratio - 1))
     assert losses["one"]["document_tokens"] == mask.sum() == 8
     assert row == {"worst_document": row["worst_document"], **losses[row["worst_document"]]}
-    assert document_losses(Evaluator(full, windows(5), 2)(other), {}, boot) == ({}, {})
+    assert by_document(Evaluator(full, windows(5), 2)(other), {}, boot) == ({}, {})
 
 
 def test_expert_outputs_add_up_to_the_layers(models):
@@ -221,7 +222,8 @@ def test_expert_outputs_add_up_to_the_layers(models):
     layer = full.layers[2]
     x = np.random.default_rng(0).normal(size=(1, 5, 32)).astype(np.float32)
     _, out, trace = layer.feed_forward(jnp.asarray(x), None, None)
-    each = expert_outputs(layer, jnp.asarray(x[0]), trace.ids[0]).reshape(5, 2, 32)
+    rows = layer.post_attention_norm(jnp.asarray(x[0]))
+    each = expert_outputs(layer.moe, rows, trace.ids[0]).reshape(5, 2, 32)
     assert_close((each * trace.weights[0][..., None]).sum(1), out[0], tolerance(32, 16, 2))
 
 

@@ -235,7 +235,7 @@ def test_what_stays_can_be_quantized_after():
             "keep=5: give a share below 1 or a number that its 2 groups divide",
         ),
         ("mla", ExpertReduction("prune", 0.01), "keeps 0 of 8"),
-        ("llama", ExpertReduction("prune", 0.5), "the model has no experts"),
+        ("llama", ExpertReduction("prune", 0.5), "does not go with a model without experts"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_in_one_line(name, experts, said):

@@ -25,7 +25,7 @@ def test_a_sparse_model_computes_what_its_dense_twin_does_and_is_saved(family, m
     config = FAMILIES[family]
     rules = [QuantRule("layers.*.moe.experts.*"), QuantRule("layers.*", method="none")]
     model = build(config)
-    report = quantize_model(model, quant(method, "fp32_2of4", rules=rules, min_tokens=4), tokens())
+    report = quantize_model(model, quant(method, "float32_2of4", rules=rules, min_tokens=4), tokens())
     source = {name: np.asarray(p[...]) for name, p in iter_params(build(config))}
     held = {name: np.asarray(dequantize(weight.tensor())) for name, weight in quantized_weights(model)}
     assert held.keys() == {name for name in source if ".experts." in name and name.endswith("_proj")}

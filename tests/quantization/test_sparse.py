@@ -33,7 +33,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["fp32_2of4", "bf16_2of4", "fp16_2of4"])
+@pytest.mark.parametrize("name", ["float32_2of4", "bf16_2of4", "float16_2of4"])
 def test_what_is_packed_is_the_masked_weight_to_the_bit_and_multiplies_so(name):
     w = drawn(3, 24, 10)
     w[0, :8] = 1.0  # all alike: the first two stay
@@ -69,7 +69,7 @@ def test_places_are_two_bits_each_and_come_back():
 def test_wanda_keeps_by_weight_times_the_norm_of_the_input():
     w, x = drawn(16, 6), drawn(40, 16, seed=1) * np.geomspace(0.05, 20, 16, dtype=np.float32)
     stats = of_rows(jnp.asarray(x), jnp.ones(40, bool))
-    chosen = Chosen("wanda", parse_format("fp32_2of4"))
+    chosen = Chosen("wanda", parse_format("float32_2of4"))
     done = quantize("q_proj", jnp.asarray(w), chosen, QuantConfig(), stats)
     want = masked(w, np.linalg.norm(x, axis=0))
     np.testing.assert_array_equal(dequantize(done.tensor), want)
@@ -85,7 +85,7 @@ def test_wanda_keeps_by_weight_times_the_norm_of_the_input():
         ("wanda", "int8", "not wanda with int8"),
         ("magnitude", "int4_2of4", "2of4 is for floats and symmetric 8-bit codes"),
         ("magnitude", "int8_asym_2of4", "2of4 is for floats and symmetric 8-bit codes"),
-        ("magnitude", "bf16", "bfloat16 is for 2:4 sparsity alone, as bfloat16_2of4"),
+        ("magnitude", "bfloat16", "bfloat16 is for 2:4 weights alone, bfloat16_2of4"),
         ("wanda", "bf16_2of4", "q_proj.kernel: 2of4 needs a multiple of 8 inputs"),
     ],
 )

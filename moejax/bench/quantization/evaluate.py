@@ -32,7 +32,7 @@ from moejax.moe.replicas import Placed
 from moejax.moe.router import Replay, expert_counts
 from moejax.nn.rope import rope_tables
 from moejax.ops.row_sums import summed
-from moejax.ptq import reduce
+from moejax.ptq.reduce import expert_outputs
 
 
 class Stream(NamedTuple):
@@ -298,13 +298,6 @@ def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tupl
     return jnp.sum(flipped, dtype=jnp.int32), jnp.sum(new, dtype=jnp.int32)
 
 
-def expert_outputs(layer: DecoderLayer, sums: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns each chosen expert's output for a token: sums `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`,
-    unweighted; an expert E gives zeros."""
-    assert layer.moe is not None
-    return reduce.expert_outputs(layer.moe.experts, layer.post_attention_norm(sums), ids, layer.moe.moe)
-
-
 def _compare_layer(
     full: DecoderLayer,
     layer: DecoderLayer,
@@ -332,7 +325,9 @@ def _compare_layer(
     counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, free)])
     flat = sums.reshape(-1, sums.shape[-1])
     sides = (full, base), (layer, mine)
-    right, ours = (expert_outputs(side, flat, ids).astype(jnp.float32) for side, ids in sides)
+    right, ours = (
+        expert_outputs(s.moe, s.post_attention_norm(flat), ids).astype(jnp.float32) for s, ids in sides
+    )
 
     def by_expert(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(jnp.sum(jnp.square(values), axis=-1), base.reshape(-1), E + 1)[:E]

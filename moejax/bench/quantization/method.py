@@ -15,8 +15,8 @@ from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors
 from moejax.bench.quantization.rows import (
     FULL,
+    by_document,
     detail,
-    document_losses,
     loss_fields,
     routing_fields,
     split_fields,
@@ -116,7 +116,7 @@ def measure_method(
     row |= split_fields(bench.boot, sums)
     row |= routing_fields(sums, llm.config.moe_layers, popularity if report is not None else None)
     details |= detail(sums, llm.config.moe_layers, popularity)
-    details["documents"], worst = document_losses(sums, bench.windows.documents, bench.boot)
+    details["documents"], worst = by_document(sums, bench.windows.documents, bench.boot)
     row |= worst
     nats = sums.nats[1]
     if quant.kv_cache != "auto":

@@ -74,7 +74,7 @@ def routing_fields(
     return row
 
 
-def document_losses(
+def by_document(
     sums: Evaluation, documents: Mapping[str, np.ndarray], boot: WindowBootstrap
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Returns each document's tokens and loss of perplexity, with its interval over windows; and row fields

@@ -113,10 +113,9 @@ def check_split(name: str, spec: ParamSpec, fmt: WeightFormat, axes: Axes) -> No
     D, F = spec.canonical_shape[-2:]
     over_in, over_out = _devices(spec, axes)
     _check_whole(name, fmt, "inputs", D, over_in, fmt.group if not fmt.indexed else 0)
-    if fmt.packed:
-        _check_whole(name, fmt, "inputs", D, over_in, fmt.pack(D), "pieces of packed bytes")
-    if fmt.sparse:
-        _check_whole(name, fmt, "inputs", D, over_in, 8, "places in bytes")
+    if fmt.packed or fmt.sparse:
+        piece = 8 if fmt.sparse else fmt.pack(D)
+        _check_whole(name, fmt, "inputs", D, over_in, piece, "pieces of packed bytes")
     if fmt.granularity == "block":
         _check_whole(name, fmt, "outputs", F, over_out, fmt.group)
 
