@@ -62,7 +62,7 @@ def quantize_model(
             model that is abstract, quantized already, or split over devices where something calibrates;
             another run's `work_dir`.
     """
-    begin, say = time.perf_counter(), _rising(progress)
+    begin, say = time.perf_counter(), rising(progress)
     shapes = {name: spec.matrix_shape for name, spec in specs(model).items()}
     _check_model(model)
     chosen = resolve_rules(quant, shapes) if quant.methods else {}
@@ -82,7 +82,7 @@ def quantize_model(
     return quant_report([model], quant, reports, time.perf_counter() - begin)
 
 
-def _rising(progress: Progress | None) -> Progress:
+def rising(progress: Progress | None) -> Progress:
     """Returns a bar that never goes back, though a layer's experts may take several passes."""
     most = 0.0
 

@@ -95,7 +95,7 @@ def expert_usage(
     found, layers = {}, [stage for stage in stages_of(model) if stage.prefix]
     for number, stage in enumerate(layers):
         if progress is not None:
-            progress(number / len(layers), f"observing {stage.name}")
+            progress(0.5 * number / len(layers), f"observing {stage.name}")
         sums = {"gram": jnp.zeros((E, E))} | {name: jnp.zeros(E) for name in get_args(Criterion)}
         for batch in hidden.batches():
             sums, x = _observe(*nnx.split(stage.module), sums, batch.x, batch.valid, stage.share)

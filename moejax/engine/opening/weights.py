@@ -29,7 +29,7 @@ from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, Skip, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, replace_weights, weight_size
-from moejax.ptq.apply import Progress, quantize_model
+from moejax.ptq.apply import Progress, quantize_model, rising
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
 from moejax.ptq.reduce import reduce_experts
 from moejax.ptq.report import QuantReport
@@ -136,7 +136,7 @@ def load(
         failed.pop_all()
     report, fewer = None, []
     if plan.original is not None:
-        (whole,) = stages  # on one device
+        (whole,), on_progress = stages, rising(on_progress)  # on one device
         stages = [Decoder(resolved.config, moe=resolved.moe, kernels=resolved.kernels)]
         if fill:
             fewer = reduce_experts(whole, stages[0], resolved.quant, plan.tokens, on_progress)
