@@ -10,17 +10,11 @@ import jax
 import numpy as np
 
 from moejax.bench.common.held_out import Windows
+from moejax.bench.quantization import rows
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors
-from moejax.bench.quantization.rows import (
-    FULL,
-    by_document,
-    detail,
-    loss_fields,
-    routing_fields,
-    split_fields,
-)
+from moejax.bench.quantization.rows import FULL, detail, loss_fields, routing_fields, split_fields
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.bench.quantization.speed import SpeedMeter
 from moejax.core.quant import QuantConfig
@@ -116,7 +110,7 @@ def measure_method(
     row |= split_fields(bench.boot, sums)
     row |= routing_fields(sums, llm.config.moe_layers, popularity if report is not None else None)
     details |= detail(sums, llm.config.moe_layers, popularity)
-    details["documents"], worst = by_document(sums, bench.windows.documents, bench.boot)
+    details["documents"], worst = rows.by_document(sums, bench.windows.documents, bench.boot)
     row |= worst
     nats = sums.nats[1]
     if quant.kv_cache != "auto":

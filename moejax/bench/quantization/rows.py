@@ -83,11 +83,9 @@ def by_document(
     for name, (full, free, _) in sums.document_nats.items():
         tokens = documents[name].sum(axis=1)
         part = WindowBootstrap(tokens[tokens > 0], resamples=len(boot.counts) - 1, confidence=boot.confidence)
-        fields = loss_fields(part, free[tokens > 0], full[tokens > 0], 1.0)
-        losses[name] = {"document_tokens": int(tokens.sum())} | {
-            f"document_loss_percent{end}": fields[f"perplexity_loss_percent{end}"]
-            for end in ("", "_low", "_high")
-        }
+        fields = loss_fields(part, free[tokens > 0], full[tokens > 0], 1.0).items()
+        loss = {n.replace("perplexity", "document"): v for n, v in fields if n.startswith("perplexity_loss")}
+        losses[name] = {"document_tokens": int(tokens.sum()), **loss}
     worst = max(losses, key=lambda name: losses[name]["document_loss_percent"], default=None)
     return losses, {"worst_document": worst, **losses[worst]} if worst else {}
 

@@ -149,10 +149,9 @@ def load(
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
         if fewer:
-            method, before = resolved.quant.what, report.float_bytes + gone
-            seconds = report.seconds + sum(stage.seconds for stage in fewer)
-            every = {"stages": [*fewer, *report.stages], "float_bytes": before, "seconds": seconds}
-            report = dataclasses.replace(report, method=method, **every)
+            seconds, method = report.seconds + sum(stage.seconds for stage in fewer), resolved.quant.what
+            sizes = {"float_bytes": report.float_bytes + gone, "stages": [*fewer, *report.stages]}
+            report = dataclasses.replace(report, method=method, seconds=seconds, **sizes)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
