@@ -15,8 +15,7 @@ Layout = Literal["auto", "plain"]
 Reduction = Literal["none", "prune", "merge"]
 Criterion = Literal["frequency", "router_mass", "reap"]
 
-SPARSE = ("magnitude", "wanda")
-"""Methods that keep two of every four weights."""
+SPARSE = ("magnitude", "wanda")  # of every four weights two are kept
 
 
 @dataclass(frozen=True)

@@ -279,9 +279,8 @@ def _check_model(model: Decoder) -> None:
 
 def embedded(model: Decoder, tokens: np.ndarray, batch_size: int) -> HiddenStates:
     """Returns what the first layer reads of tokens `[S, L]`."""
-    assert model.embedding is not None
-    shape, dtype = (*tokens.shape, model.config.hidden_size), jnp.dtype(model.config.dtype)
-    hidden = HiddenStates(np.empty(shape, dtype), batch_size)
+    shape = *tokens.shape, model.config.hidden_size
+    hidden = HiddenStates(np.empty(shape, jnp.dtype(model.config.dtype)), batch_size)
     for start in range(0, len(tokens), batch_size):
         rows = slice(start, start + batch_size)
         hidden.values[rows] = np.asarray(model.embed(jnp.asarray(tokens[rows])))

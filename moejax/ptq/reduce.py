@@ -1,9 +1,8 @@
 """Fewer experts in each layer: calibration text says which ones stay; the others are left out or merged.
 
 The text goes once through the float model as it is. Routers keep the rows and biases of the experts that
-stay, and weigh them as the family's router does (the papers on merging keep all rows: a model of another
-kind). All layers keep as many, since a Hugging Face configuration has one number, and all of a router's
-groups. Shared experts stay.
+stay; the papers on merging keep all rows, in a model of another kind. All layers keep as many, since
+`config.json` has one number, and all of a router's groups.
 """
 
 import dataclasses
@@ -125,16 +124,9 @@ def stand_ins(
 
 
 def merged(values: Mapping[str, np.ndarray], places: np.ndarray, visits: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the parameters of a layer's experts after merging, float32 with the experts that stay first.
-
-    An expert's hidden units are first put into the order in which their weights are most like those of the
-    one that it is merged into (arXiv 2209.04836).
-
-    Args:
-        values: by name, "gate_proj" and "up_proj" `[E, D, F]`, "down_proj" `[E, F, D]`, biases `[E, …]`.
-        places: int `[E]`, see `stand_ins`.
-        visits: `[E]`, which the average is weighted by.
-    """
+    """Returns a layer's experts, canonical parameters by name, after merging into `places`, of `stand_ins`:
+    averages by `visits` `[E]`, float32, of hidden units in the order in which their weights are most like
+    those of the expert that another is merged into (arXiv 2209.04836)."""
     hidden = {"gate_proj": -1, "up_proj": -1, "down_proj": -2, "gate_bias": -1, "up_bias": -1}
     aligned = {name: np.array(value, np.float32) for name, value in values.items()}
     for expert, place in enumerate(places):
@@ -150,11 +142,7 @@ def merged(values: Mapping[str, np.ndarray], places: np.ndarray, visits: np.ndar
 
 
 def reduce_experts(
-    model: Decoder,
-    small: Decoder,
-    quant: QuantConfig,
-    tokens: np.ndarray | None,
-    progress: Progress | None = None,
+    model: Decoder, small: Decoder, quant: QuantConfig, tokens: np.ndarray | None, progress: Progress | None
 ) -> list[StageReport]:
     """Gives `small`, of `reduced_config` and without values, what stays of the model's weights by what tokens
     int32 `[S, L]` show; returns a report for each layer with experts.
@@ -176,8 +164,8 @@ def reduce_experts(
             if stack and experts.method == "merge":
                 if layer not in averages:
                     prefix = name.removesuffix(part[3])
-                    mine = {n.removeprefix(prefix): p for n, p in source.items() if n.startswith(prefix)}
-                    stacks = {n: np.asarray(canonical(p), np.float32) for n, p in mine.items()}
+                    stacks = {n: np.asarray(canonical(p)) for n, p in source.items() if n.startswith(prefix)}
+                    stacks = {n.removeprefix(prefix): stack for n, stack in stacks.items()}
                     averages = {layer: merged(stacks, places[layer], usage[layer]["frequency"])}
                 value = jnp.asarray(averages[layer][part[3]])
             else:

@@ -45,10 +45,8 @@ Granularity = Literal["tensor", "channel", "group", "block"]
 ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "float8_e4m3fn"]
 Activations = Literal["none", "dynamic", "static"]
 
-BITS: dict[str, int] = {
-    "int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4,
-    "float32": 32, "bfloat16": 16, "float16": 16,
-}  # fmt: skip
+BITS: dict[str, int] = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}
+BITS |= {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 class Part(NamedTuple):

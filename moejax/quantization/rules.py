@@ -119,10 +119,7 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
             f"{fmt.name}; use awq for weights alone"
         )
     if fmt.sparse != (method in SPARSE):
-        raise ConfigError(
-            f"{path}: magnitude and wanda are for 2:4 formats (bf16_2of4, int8_2of4), these for them "
-            f"alone: not {method} with {fmt.name}"
-        )
+        raise ConfigError(f"{path}: magnitude and wanda go with 2of4 formats, not {method} with {fmt.name}")
     fmt.check(path, shape[-2], shape[-1])
 
 

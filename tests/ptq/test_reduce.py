@@ -42,7 +42,7 @@ def config_of(name, method="prune", keep=None, criterion="reap", **how):
 def reduced(name, method="prune", criterion="reap", layout="edf"):
     model, quant = build(MODELS[name], layout=layout), config_of(name, method, criterion=criterion)
     small = Decoder(reduced_config(model.config, quant.experts), moe=model.in_order()[-1].moe.moe)
-    return model, small, reduce_experts(model, small, quant, tokens())
+    return model, small, reduce_experts(model, small, quant, tokens(), None)
 
 
 def traced(model, ids, replay=None):
@@ -248,5 +248,5 @@ def test_it_needs_text_that_the_model_can_run():
     model, quant = build(MODELS["gqa"]), config_of("gqa")
     small = Decoder(reduced_config(model.config, quant.experts))
     with pytest.raises(ConfigError, match=r"quant.method=prune.*calibration needs text"):
-        reduce_experts(model, small, quant, None)
+        reduce_experts(model, small, quant, None, None)
     assert reduce.reduced_config(model.config, ExpertReduction()) is model.config

@@ -49,8 +49,7 @@ class Windows:
         scored: bool `[W, T]`: tokens that are predicted; False is padding.
         source: the text's file.
         bytes_per_token: of the text's UTF-8.
-        documents: name → bool `[W, T]`, predicted tokens of each document with at least 5 % of the text, and
-            of "others"; none where the text is a single one.
+        documents: name → bool `[W, T]`, the tokens of each with 5 % of a text of several, and of "others".
     """
 
     tokens: np.ndarray

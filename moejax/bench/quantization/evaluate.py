@@ -9,8 +9,7 @@ Experts are compared as functions: each one's output on the full-precision activ
 the full-precision router sends to it, so that only its own weights' error counts. What a method folds into
 the norm in front is part of the function: it is applied to that norm's input.
 
-Experts of a model with fewer are counted in the full model's numbers. Replayed, one that is gone runs
-nothing, and the error of its output is the whole of it.
+Experts of a model with fewer have the full one's numbers. Replayed, one that is gone gives zeros.
 """
 
 import functools
@@ -50,17 +49,13 @@ class Streams(NamedTuple):
     replayed: Stream
 
 
-Numbers = tuple[jax.Array, jax.Array]
-"""Of E experts in the full model those in one with E' of them, int32 `[E + 1]`, and back, `[E' + 1]`; the
-last is none."""
-
-
-def numbers_of(stand_ins: np.ndarray) -> Numbers:
-    """From the expert that stands in for each, int `[E]`."""
+def numbers_of(stand_ins: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Maps the expert that stands in for each, int `[E]`, to its number in a model with E' of them, int32
+    `[E + 1]`, and those of these in the full model, `[E' + 1]`; the last is none."""
     kept = np.flatnonzero(stand_ins == np.arange(len(stand_ins)))
     fewer = np.where(stand_ins < 0, len(kept), np.searchsorted(kept, stand_ins))
-    pairs = (fewer, len(kept)), (kept, len(stand_ins))
-    return tuple(jnp.asarray(np.append(*pair), jnp.int32) for pair in pairs)  # type: ignore[return-value]
+    fewer, full = np.append(fewer, len(kept)), np.append(kept, len(stand_ins))
+    return jnp.asarray(fewer, jnp.int32), jnp.asarray(full, jnp.int32)
 
 
 class LayerStats(NamedTuple):
@@ -110,7 +105,8 @@ class Evaluator:
             (nnx.split(full), nnx.split(other))
             for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
         ]
-        numbers = {layer: numbers_of(each) for layer, each in (stand_ins or {}).items()}
+        same, places = np.arange(self.full.config.num_experts), stand_ins or {}
+        numbers = [numbers_of(places.get(layer, same)) for layer in range(len(layers))]
         batches: list[tuple[Any, list[LayerStats]]] = []
         for inputs, targets, scored, positions, rope in self._batches():
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
@@ -119,7 +115,7 @@ class Evaluator:
             for number, (full, other) in enumerate(layers):
                 graphs, states = (full[0], other[0]), (full[1], other[1])
                 told = told_of(self.full.config, number, rope)
-                inputs_of = *states, streams, told, positions, scored, numbers.get(number)
+                inputs_of = *states, streams, told, positions, scored, numbers[number]
                 streams, stats = _layer(*graphs, kv_cache, by_step, *inputs_of)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
@@ -209,7 +205,7 @@ def _layer(
     rope: Any,
     positions: jax.Array,
     scored: jax.Array,
-    numbers: Numbers | None,
+    numbers: tuple[jax.Array, jax.Array],
 ) -> tuple[Streams, LayerStats]:
     """One layer of all three passes, and what they differ in."""
     full: DecoderLayer = nnx.merge(full_graph, full_state)
@@ -217,9 +213,9 @@ def _layer(
     x, attended, _ = full.attend(*streams.full, rope, positions, None)
     total = x + attended
     x, out, recorded = full.feed_forward(total, None, scored)
-    replay = mine = None if recorded is None else Replay(recorded.ids, recorded.weights)
-    if numbers is not None:
-        ids = numbers[0][recorded.ids]
+    replay = mine = None
+    if recorded is not None:
+        replay, ids = Replay(recorded.ids, recorded.weights), numbers[0][recorded.ids]
         mine = Replay(ids, jnp.where(ids < numbers[1].size - 1, recorded.weights, 0.0))
     cache = None if kv_cache == "auto" or layer.is_linear else RoundedLayer(kv_cache)
     if by_step:
@@ -306,7 +302,7 @@ def _compare_layer(
     shadow: RoutingTrace | None,
     sums: jax.Array,
     scored: jax.Array,
-    numbers: Numbers | None = None,
+    numbers: tuple[jax.Array, jax.Array],
 ) -> LayerStats:
     """Args: sums `[B, T, D]`, what full precision's second norm takes."""
     E = full.attention.config.num_experts
@@ -315,19 +311,17 @@ def _compare_layer(
         return LayerStats(none, none, jnp.zeros((2, E), jnp.int32), jnp.zeros(E), jnp.zeros(E))
     k = replay.ids.shape[-1]
     base = replay.ids.reshape(-1, k)
-    free, wished, same, mine = trace.ids, jax.lax.top_k(shadow.logits, k)[1].astype(jnp.int32), base, base
-    if numbers is not None:
-        mine = numbers[0][base]
-        free, wished, same = (numbers[1][ids] for ids in (free, wished, mine))
+    mine = numbers[0][base]
+    free, wished, same = (numbers[1][ids] for ids in (trace.ids, jax.lax.top_k(shadow.logits, k)[1], mine))
     wished = jnp.where(scored[..., None], wished, E)
     pairs = [routing_changes(same, ids.reshape(-1, k), E) for ids in (free, wished)]
     flipped, changed = (jnp.stack(part) for part in zip(*pairs, strict=True))
     counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, free)])
     flat = sums.reshape(-1, sums.shape[-1])
-    sides = (full, base), (layer, mine)
-    right, ours = (
-        expert_outputs(s.moe, s.post_attention_norm(flat), ids).astype(jnp.float32) for s, ids in sides
-    )
+    assert full.moe is not None and layer.moe is not None
+    rows = full.post_attention_norm(flat), layer.post_attention_norm(flat)
+    right = expert_outputs(full.moe, rows[0], base).astype(jnp.float32)
+    ours = expert_outputs(layer.moe, rows[1], mine).astype(jnp.float32)
 
     def by_expert(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(jnp.sum(jnp.square(values), axis=-1), base.reshape(-1), E + 1)[:E]

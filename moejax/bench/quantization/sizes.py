@@ -11,10 +11,8 @@ from moejax.quantization.rules import protected
 
 
 def model_sizes(model: Decoder, full: Decoder | None = None) -> dict[str, float]:
-    """Returns the row fields of a model whose parameters have values, quantized or not.
-
-    Args:
-        full: the model that it stands for, where that has more experts: bits are over its numbers.
+    """Returns the row fields of a model whose parameters have values, quantized or not; bits are over the
+    numbers of `full`, where that has more experts.
 
     Returns:
         `quantizable_bytes`: of the matrices that a method may quantize by default (attention, experts, MLPs),

@@ -150,7 +150,7 @@ def load(
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
         if fewer:
             seconds, method = report.seconds + sum(stage.seconds for stage in fewer), resolved.quant.what
-            sizes = {"float_bytes": report.float_bytes + gone, "stages": [*fewer, *report.stages]}
+            sizes: Any = {"float_bytes": report.float_bytes + gone, "stages": [*fewer, *report.stages]}
             report = dataclasses.replace(report, method=method, seconds=seconds, **sizes)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
