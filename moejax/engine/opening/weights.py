@@ -150,8 +150,9 @@ def load(
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
         if fewer:
             seconds, method = report.seconds + sum(stage.seconds for stage in fewer), resolved.quant.what
-            sizes: Any = {"float_bytes": report.float_bytes + gone, "stages": [*fewer, *report.stages]}
-            report = dataclasses.replace(report, method=method, seconds=seconds, **sizes)
+            form, before = report.format or resolved.config.dtype, report.float_bytes + gone
+            every: Any = {"format": form, "float_bytes": before, "stages": [*fewer, *report.stages]}
+            report = dataclasses.replace(report, method=method, seconds=seconds, **every)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
