@@ -61,8 +61,11 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("parallel", "microbatches", lambda c: c.parallel.pp == 1, "for pp above 1"),
     ("quant", "clip", lambda c: not c.quant.methods, "no weight is quantized"),
     ("quant", "percentile", lambda c: c.quant.clip != "percentile", "for clip=percentile"),
-    ("quant", "calibration", lambda c: c.quant.methods <= {"rtn"} and "static" not in str(c.quant),
+    ("quant", "calibration",
+        lambda c: c.quant.methods | {c.quant.experts.method} <= {"none", "rtn", "magnitude"}
+        and "static" not in str(c.quant),
         "nothing calibrates"),
+    ("quant.experts", "*", lambda c: c.quant.experts.method == "none", "all experts stay"),
     ("quant", "damping act_order gptq_block", lambda c: "gptq" not in c.quant.methods, "for gptq"),
     ("quant", "awq_grid awq_clip", lambda c: "awq" not in c.quant.methods, "for awq"),
     ("quant", "smoothing", lambda c: "smoothquant" not in c.quant.methods, "for smoothquant"),

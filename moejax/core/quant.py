@@ -3,15 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, Share, at_least
+from moejax.core.checked import Checked, Must, NonNegativeInt, PositiveInt, PositiveNumber, Share, at_least
 from moejax.core.errors import ConfigError
 
-Method = Literal["none", "rtn", "gptq", "awq", "smoothquant"]
+Method = Literal["none", "rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda"]
 Clip = Literal["minmax", "percentile", "entropy", "mse"]
 KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 Fallback = Literal["shared", "all"]
 Implementation = Literal["auto", "dequantize", "xla", "pallas_triton"]
 Layout = Literal["auto", "plain"]
+Reduction = Literal["none", "prune", "merge"]
+Criterion = Literal["frequency", "router_mass", "reap"]
+
+SPARSE = ("magnitude", "wanda")  # of every four weights two are kept
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,37 @@ class CalibrationConfig(Checked, section="quant.calibration"):
 
 
 @dataclass(frozen=True)
+class ExpertReduction(Checked, section="quant.experts"):
+    """Fewer experts in each layer, chosen by what the calibration text makes of them.
+
+    Attributes:
+        method: "prune" leaves the others out; "merge" averages each of them into the one that stays whose
+            router's logits are most like its own, weighted by their tokens (M-SMoE, arXiv 2310.01334).
+        keep: of each layer's experts, evenly over a router's groups: a share below 1, else their number.
+        criterion: what those that stay have most of: "frequency", tokens; "router_mass", the sum of these
+            tokens' weights; "reap", the mean of weight times norm of the output (REAP, arXiv 2510.13999).
+    """
+
+    method: Reduction = "none"
+    keep: PositiveNumber = 0.75
+    criterion: Criterion = "reap"
+
+
+@dataclass(frozen=True)
 class QuantConfig(Checked, section="quant"):
     """Quantization of weights and of the key/value cache.
 
     Attributes:
-        method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "none" leaves the weights
+        method: "rtn" rounds to nearest; "gptq", "awq" and "smoothquant" calibrate. "magnitude" keeps two of
+            every four weights, "wanda" (arXiv 2306.11695) by calibration. "none" leaves the weights
             as they are in the checkpoint (which may be quantized itself).
-        format: of the weights, see `moejax.quantization.formats.parse_format`; empty is int8.
+        format: of the weights, see `moejax.quantization.formats.parse_format`; empty is int8, or bf16_2of4.
         clip: how the range of a scale is found: "minmax"; "percentile" of the magnitudes; "entropy"
             (least KL divergence of the histograms); "mse" (least squared error).
         percentile: of "percentile".
         rules: exceptions by path. Without one, all linear layers and experts are quantized, but not router,
             norms, embeddings and output projection.
+        experts: leaves some experts out, before anything is quantized.
         kv_cache: dtype of the key/value cache, with a scale for each token and head; "auto" is the model's.
         damping: of GPTQ, as a share of the Hessian's mean diagonal.
         act_order: GPTQ goes through the inputs by falling Hessian diagonal (groups stay in place).
@@ -86,6 +109,7 @@ class QuantConfig(Checked, section="quant"):
     clip: Clip = "minmax"
     percentile: Annotated[float, Must(lambda p: 50 <= p <= 100, "a number from 50 to 100")] = 99.9
     rules: list[QuantRule] = field(default_factory=list)
+    experts: ExpertReduction = field(default_factory=ExpertReduction)
     kv_cache: KvDtype = "auto"
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     damping: Share = 0.01
@@ -103,10 +127,10 @@ class QuantConfig(Checked, section="quant"):
         if self.format and not quantizes:
             raise ConfigError(
                 f"quant.format={self.format} does nothing while quant.method is none: set quant.method to "
-                "rtn, gptq, awq or smoothquant"
+                "rtn, gptq, awq, smoothquant, magnitude or wanda"
             )
         if quantizes and not self.format:
-            object.__setattr__(self, "format", "int8")
+            object.__setattr__(self, "format", "bf16_2of4" if self.method in SPARSE else "int8")
 
     @property
     def methods(self) -> set[str]:
@@ -117,4 +141,9 @@ class QuantConfig(Checked, section="quant"):
     @property
     def is_none(self) -> bool:
         """True if nothing is changed."""
-        return self.method == "none" and self.kv_cache == "auto" and not self.rules
+        return not self.rules and {self.method, self.experts.method} == {"none"} and self.kv_cache == "auto"
+
+    @property
+    def what(self) -> str:
+        """The method of the weights, or where that is none, of the experts."""
+        return self.experts.method if self.method == "none" and not self.rules else self.method

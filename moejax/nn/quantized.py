@@ -50,6 +50,7 @@ class QuantizedWeight(nnx.Module):
         self.tensor_scale = part("tensor_scale")
         self.group_index = part("group_index")
         self.input_scale = part("input_scale")
+        self.kept = part("kept")
         self.format, self.pack, self.stands_for = fmt, fmt.pack(shape[-2]), spec
         self.implementation = "xla"
 

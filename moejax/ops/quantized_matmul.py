@@ -25,7 +25,7 @@ from moejax.quantization.arithmetic import (
     is_integer,
     quantize_activations,
     step_and_zero,
-    unpack,
+    unpacked_codes,
 )
 from moejax.quantization.formats import QTensor
 from moejax.quantization.kernel_formats import to_kernel, why_no_kernel
@@ -145,7 +145,7 @@ def _decoding_product(x: jax.Array, weight: QTensor, dtype: Any) -> jax.Array:
     if fmt.granularity in ("group", "block"):
         return dot_by_rows(x.astype(dtype), dequantize_stored(weight, dtype), jnp.float32)
     step, zero = step_and_zero(weight.scales, weight.zeros, weight.tensor_scale, fmt)
-    codes = unpack(weight.values, weight.pack) if fmt.packed else weight.values
+    codes = unpacked_codes(weight)
     if fmt.activations != "none" and is_integer(fmt):
         y = _integer_dot(x, codes, None if fmt.symmetric else zero)
     else:

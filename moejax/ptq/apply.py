@@ -62,10 +62,10 @@ def quantize_model(
             model that is abstract, quantized already, or split over devices where something calibrates;
             another run's `work_dir`.
     """
-    begin, say = time.perf_counter(), _rising(progress)
+    begin, say = time.perf_counter(), rising(progress)
     shapes = {name: spec.matrix_shape for name, spec in specs(model).items()}
     _check_model(model)
-    chosen = resolve_rules(quant, shapes)
+    chosen = resolve_rules(quant, shapes) if quant.methods else {}
     stages = stages_of(model) if any(c.calibrated for c in chosen.values()) else []
     parts = [
         {name: chosen[stage.prefix + name] for name in stage.params() if stage.prefix + name in chosen}
@@ -74,7 +74,7 @@ def quantize_model(
     last = max((i for i, part in enumerate(parts) if any(c.calibrated for c in part.values())), default=-1)
     reports: list[StageReport] = []
     if last >= 0:
-        run = _Run(model, quant, _checked(tokens, model, quant), stages[: last + 1], parts, say)
+        run = _Run(model, quant, checked_tokens(tokens, model, quant), stages[: last + 1], parts, say)
         reports += run.all(_fingerprint(model, quant, tokens) if quant.calibration.work_dir else {})
     calibrated = {stages[i].prefix + name for i in range(last + 1) for name in parts[i]}
     reports += _data_free(model, quant, {p: c for p, c in chosen.items() if p not in calibrated}, say)
@@ -82,7 +82,7 @@ def quantize_model(
     return quant_report([model], quant, reports, time.perf_counter() - begin)
 
 
-def _rising(progress: Progress | None) -> Progress:
+def rising(progress: Progress | None) -> Progress:
     """Returns a bar that never goes back, though a layer's experts may take several passes."""
     most = 0.0
 
@@ -180,12 +180,7 @@ class _Run:
         if done:
             assert work is not None
             return work.open_hidden(done - 1, self.shape, self.dtype, self.batch_size)
-        hidden = HiddenStates(np.empty(self.shape, self.dtype), self.batch_size)
-        assert self.model.embedding is not None
-        for start in range(0, len(self.tokens), self.batch_size):
-            rows = slice(start, start + self.batch_size)
-            hidden.values[rows] = np.asarray(self.model.embed(jnp.asarray(self.tokens[rows])))
-        return hidden
+        return embedded(self.model, self.tokens, self.batch_size)
 
     def _stage(
         self, number: int, hidden: HiddenStates, work: WorkDir | None
@@ -282,12 +277,22 @@ def _check_model(model: Decoder) -> None:
         )
 
 
-def _checked(tokens: np.ndarray | None, model: Decoder, quant: QuantConfig) -> np.ndarray:
-    """Returns calibration tokens that the model can run."""
+def embedded(model: Decoder, tokens: np.ndarray, batch_size: int) -> HiddenStates:
+    """Returns what the first layer reads of tokens `[S, L]`."""
+    shape = *tokens.shape, model.config.hidden_size
+    hidden = HiddenStates(np.empty(shape, jnp.dtype(model.config.dtype)), batch_size)
+    for start in range(0, len(tokens), batch_size):
+        rows = slice(start, start + batch_size)
+        hidden.values[rows] = np.asarray(model.embed(jnp.asarray(tokens[rows])))
+    return hidden
+
+
+def checked_tokens(tokens: np.ndarray | None, model: Decoder, quant: QuantConfig) -> np.ndarray:
+    """Returns calibration tokens that the model can run. Raises `ConfigError` as `quantize_model` does."""
     config, most = model.config, model.config.max_position_embeddings
     if tokens is None:
         raise ConfigError(
-            f"quant.method={quant.method}, quant.format={quant.format}: calibration needs text; pass tokens "
+            f"quant.method={quant.what}, quant.format={quant.format}: calibration needs text; pass tokens "
             "(moejax.ptq.text.calibration_tokens)"
         )
     tokens = np.asarray(tokens)

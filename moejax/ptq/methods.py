@@ -57,7 +57,11 @@ def quantize(
         search = quant.awq_clip and weight_name(path).rpartition(".")[2] not in NOT_CLIPPED
         tensor = awq_round(w, stats.mean_gram(), fmt, search=search, **ranges, input_scale=scale)
     else:
-        tensor = round_to_nearest(w, fmt, **ranges, input_scale=scale)
+        norms = None
+        if chosen.method == "wanda":  # the inputs' norms: arXiv 2306.11695
+            assert stats is not None, path
+            norms = jnp.sqrt(jnp.diagonal(stats.gram, axis1=-2, axis2=-1))
+        tensor = round_to_nearest(w, fmt, **ranges, input_scale=scale, importance=norms)
     by_weight, by_output = errors(w, tensor, None if stats is None else stats.gram)
     jax.block_until_ready((tensor, by_weight, by_output))
     return Rounded(tensor, by_weight, by_output, damping, raised, time.perf_counter() - begin)

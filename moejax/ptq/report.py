@@ -55,6 +55,7 @@ class StageReport:
         notes: what a reader should know, one line each.
         seconds: in all.
         resumed: taken from `work_dir`, not computed in this run.
+        stand_ins: `moejax.ptq.reduce.stand_ins` of a layer that has fewer experts now.
     """
 
     name: str
@@ -67,6 +68,7 @@ class StageReport:
     notes: list[str]
     seconds: float
     resumed: bool = False
+    stand_ins: list[int] | None = None
 
 
 @dataclass(frozen=True)

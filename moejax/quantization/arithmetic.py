@@ -16,10 +16,7 @@ error to a weight beyond half a step (or saturation, where the scale was rounded
     float8_e5m2       the numbers, saturated       57344               0
     float4_e2m1fn     nibbles sign, 2 bits, 1 bit  6                   0
 
-Why not `qwix.quantize`, whose core has these formats too: it rounds codes before it casts the scale to the
-dtype that is kept, divides a symmetric range into 2^bits - 1 steps where the GPU kernels (and published
-checkpoints) have 2^bits - 2, takes no range found by clipping, has no scale of the tensor in nvfp4, and its
-4-bit codes take a byte each. The tests hold it beside these functions wherever both define the same numbers.
+Why they are not qwix's: docs/decisions.md. The tests hold them beside `qwix.quantize` where both are defined.
 """
 
 import functools
@@ -77,6 +74,37 @@ def unpack(packed: Array, piece: int) -> Array:
     concatenate: Any = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
     both = concatenate([pieces & np.uint8(15), pieces >> np.uint8(4)], axis=-1)
     return both.reshape(*lead, 2 * half)
+
+
+# --- 2:4 sparsity -------------------------------------------------------------------------------------------
+
+
+def two_of_four(score: jax.Array) -> jax.Array:
+    """Returns `QTensor.kept` of the two highest of every four scores `[..., F, D]`, first of equal ones."""
+    best = jnp.sort(jax.lax.top_k(score.reshape(*score.shape[:-1], -1, 4), 2)[1], axis=-1).astype(jnp.uint8)
+    return pack(best[..., 0] | (best[..., 1] << jnp.uint8(2)), 2)
+
+
+def _places(kept: jax.Array) -> jax.Array:
+    """Maps `[..., D/8]` to the places of the two in each four, rising: `[..., D/4, 2]`."""
+    nibbles = unpack(kept, 2)
+    return jnp.stack([nibbles & jnp.uint8(3), nibbles >> jnp.uint8(2)], axis=-1)
+
+
+def only_kept(codes: jax.Array, kept: jax.Array) -> jax.Array:
+    """Takes the kept ones of codes `[..., D]`: `[..., D/2]`."""
+    places = _places(kept)
+    fours = codes.reshape(*places.shape[:-1], 4)
+    return jnp.take_along_axis(fours, places.astype(jnp.int32), axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def with_zeros(codes: jax.Array, kept: jax.Array) -> jax.Array:
+    """Inverts `only_kept`, with zeros for the others."""
+    places = _places(kept)
+    pairs, four = codes.reshape(places.shape), jnp.arange(4, dtype=jnp.uint8)
+    four, zero = four.reshape(*(1,) * (places.ndim - 1), 4), jnp.zeros((), codes.dtype)
+    second = jnp.where(four == places[..., 1:], pairs[..., 1:], zero)
+    return jnp.where(four == places[..., :1], pairs[..., :1], second).reshape(*codes.shape[:-1], -1)
 
 
 # --- float4_e2m1fn ------------------------------------------------------------------------------------------
@@ -312,6 +340,13 @@ def round_in_ranges(
     )
 
 
+def unpacked_codes(q: QTensor) -> jax.Array:
+    """Returns all codes `[..., F, D]`, however they are stored; zeros where a sparse weight has none."""
+    values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
+    codes = unpack(values, q.pack) if q.format.packed else values
+    return codes if q.kept is None else with_zeros(codes, q.kept)
+
+
 def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     """Returns the weight as it lies in memory, `[..., F, D]` in `dtype`; computed in float32.
 
@@ -321,8 +356,7 @@ def dequantize_stored(q: QTensor, dtype: Any = jnp.float32) -> jax.Array:
     """
     fmt = q.format
     *lead, D, F = q.shape
-    values = qformats.untile_codes(q.values) if q.values.ndim > q.scales.ndim else q.values
-    codes = unpack(values, q.pack) if fmt.packed else values
+    codes = unpacked_codes(q)
     step, zero = step_and_zero(q.scales, q.zeros, q.tensor_scale, fmt)
     if fmt.granularity == "block" or q.group_index is not None:
         step, zero = (spread(grid, fmt, D, F, q.group_index) for grid in (step, zero))

@@ -9,6 +9,7 @@ the weights of linear layers and as `pallas_kernels.qformats` wants them; leadin
     float8_e4m3fn     float8_e4m3fn [..., F, D]           v · s
     float8_e5m2       float8_e5m2 [..., F, D]             v · s
     float4_e2m1fn     uint8 [..., F, D/2], two a byte     v · s (mxfp4), v · s · t (nvfp4)
+    float32, bfloat16, float16                            v (2:4 sparse weights alone; s is 1)
 
 Scales are `[..., G, O]`: by `granularity` one for the "tensor" (G = O = 1), for each output "channel"
 (G = 1, O = F), for each "group" of `group` inputs of an output (G = D / group, O = F), or for each "block" of
@@ -16,6 +17,10 @@ Scales are `[..., G, O]`: by `granularity` one for the "tensor" (G = O = 1), for
 
 Packed bytes: D is cut into pieces of `pack` inputs, and byte r of a piece's pack/2 holds input r in the low
 nibble and input r + pack/2 in the high one. With pack 64 that is the order of the GPU kernels.
+
+2:4 sparse (arXiv 2104.08378): of every four inputs in order an output has two, whose codes alone are stored,
+`[..., F, D/2]`. `kept`, uint8 `[..., F, D/8]`, has their places: a nibble for each four inputs, the first
+in its lower two bits.
 
 MX formats: OCP Microscaling Formats (MX) v1.0; nvfp4: a float8_e4m3fn scale for each 16 inputs and one
 float32 scale for the tensor.
@@ -33,12 +38,15 @@ import jax.numpy as jnp
 from moejax.core.checked import Checked, NonNegativeInt
 from moejax.core.errors import ConfigError, unknown
 
-Numbers = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+Numbers = Literal[
+    "int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float32", "bfloat16", "float16"
+]
 Granularity = Literal["tensor", "channel", "group", "block"]
 ScaleDtype = Literal["float32", "bfloat16", "float16", "e8m0", "float8_e4m3fn"]
 Activations = Literal["none", "dynamic", "static"]
 
 BITS: dict[str, int] = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}
+BITS |= {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 class Part(NamedTuple):
@@ -61,6 +69,7 @@ class WeightFormat(Checked, section="weight format"):
             scale that calibration has found. In the weight's numbers (int8 or float8).
         indexed: inputs belong to groups by a `group_index` of their own instead of by their place (the
             `g_idx` of GPTQ's activation order).
+        sparse: 2:4, two of every four inputs of an output are kept.
     """
 
     numbers: Numbers
@@ -70,6 +79,7 @@ class WeightFormat(Checked, section="weight format"):
     scale_dtype: ScaleDtype = "float32"
     activations: Activations = "none"
     indexed: bool = False
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +92,11 @@ class WeightFormat(Checked, section="weight format"):
             raise ConfigError(f"weight format: activations are quantized to 8 bits, not to {self.numbers}")
         if self.indexed and self.granularity != "group":
             raise ConfigError("weight format: a group index needs groups")
+        if self.sparse and (self.packed or not self.symmetric or self.indexed):
+            raise ConfigError("weight format: 2of4 is for floats and symmetric 8-bit codes, by place")
+        plain = (self.sparse, self.granularity, self.scale_dtype) == (True, "tensor", "float32")
+        if self.bits > 8 and not plain:
+            raise ConfigError(f"weight format: {self.numbers} is for 2:4 weights alone, {self.numbers}_2of4")
 
     @property
     def bits(self) -> int:
@@ -110,7 +125,7 @@ class WeightFormat(Checked, section="weight format"):
             return "mxfp4" if self == MXFP4 else "nvfp4"
         parts: list[str] = [self.numbers]
         if self.granularity == "tensor":
-            parts.append("tensor")
+            parts += [] if self.bits > 8 else ["tensor"]
         elif self.group:
             parts.append(f"{self.granularity[0]}{self.group}")
         if not self.symmetric:
@@ -119,6 +134,8 @@ class WeightFormat(Checked, section="weight format"):
             parts.append(_SCALE_NAMES[self.scale_dtype])
         if self.indexed:
             parts.append("indexed")
+        if self.sparse:
+            parts.append("2of4")
         if self.activations != "none":
             parts.append("a8" if self.activations == "dynamic" else "a8static")
         return "_".join(parts)
@@ -133,6 +150,9 @@ class WeightFormat(Checked, section="weight format"):
             raise ConfigError(
                 f"{path}: {self.numbers} packs two codes a byte and needs an even number of inputs, not {D}"
             )
+
+        if self.sparse and D % 8:
+            raise ConfigError(f"{path}: 2of4 needs a multiple of 8 inputs, whose places fill a byte, not {D}")
 
     def pack(self, D: int) -> int:
         """Returns the number of inputs of a piece of packed bytes."""
@@ -158,7 +178,7 @@ class WeightFormat(Checked, section="weight format"):
         grouped = self.granularity in ("group", "block")
         split_in = in_axis if grouped and not self.indexed else None
         split_out = out_axis if self.granularity != "tensor" else None
-        width = D // 2 if self.packed else D
+        width = D // 2 if self.packed or self.sparse else D
         scale = {"e8m0": jnp.uint8}.get(self.scale_dtype) or jnp.dtype(self.scale_dtype)
         place = (*lead_axes, split_in, split_out)
         parts = {
@@ -172,6 +192,8 @@ class WeightFormat(Checked, section="weight format"):
             parts["tensor_scale"] = Part((*lead, 1, 1), jnp.dtype(jnp.float32), (*lead_axes, None, None))
         if self.indexed:
             parts["group_index"] = Part((*lead, D), jnp.dtype(jnp.int32), (*lead_axes, in_axis))
+        if self.sparse:
+            parts["kept"] = Part((*lead, F, D // 8), jnp.dtype(jnp.uint8), (*lead_axes, out_axis, in_axis))
         if self.activations == "static":
             parts["input_scale"] = Part((*lead, 1), jnp.dtype(jnp.float32), (*lead_axes, None))
         return parts
@@ -189,7 +211,7 @@ MXFP4 = WeightFormat("float4_e2m1fn", "group", 32, scale_dtype="e8m0")
 NVFP4 = WeightFormat("float4_e2m1fn", "group", 16, scale_dtype="float8_e4m3fn")
 
 
-PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale")
+PARTS = ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale", "kept")
 """Names of the arrays of a quantized weight."""
 
 
@@ -204,6 +226,7 @@ class QTensor:
         group_index: int32 `[..., D]`, the group of each input; None where it goes by place.
         input_scale: float32 `[..., 1]`, static scale of the activations: x ≈ code · input_scale.
         pack: inputs of a piece of packed bytes; of the whole weight, also where this is a device's part.
+        kept: uint8 `[..., F, D/8]`, of 2:4 sparse formats.
     """
 
     values: jax.Array
@@ -214,6 +237,7 @@ class QTensor:
     input_scale: jax.Array | None
     format: WeightFormat
     pack: int = 64
+    kept: jax.Array | None = None
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], fmt: WeightFormat, D: int) -> "QTensor":
@@ -227,7 +251,7 @@ class QTensor:
         *lead, F, width = self.values.shape
         if self.values.ndim > self.scales.ndim:  # in the GPU kernels' tiles, `[..., D/64, F, 32]`
             width *= lead.pop()
-        return (*lead, 2 * width if self.format.packed else width, F)
+        return (*lead, 2 * width if self.format.packed or self.format.sparse else width, F)
 
     def outputs(self, start: int | jax.Array, count: int) -> "QTensor":
         """Returns the weight of `count` of its outputs from `start` on: whole blocks, but for the last."""
@@ -239,7 +263,8 @@ class QTensor:
 
         per = self.format.group if self.format.granularity == "block" else 1
         scales, zeros = (part(grid, -1, per) for grid in (self.scales, self.zeros))
-        return replace(self, values=part(self.values, -2, 1), scales=scales, zeros=zeros)
+        values, kept = (part(rows, -2, 1) for rows in (self.values, self.kept))
+        return replace(self, values=values, scales=scales, zeros=zeros, kept=kept)
 
     @property
     def nbytes(self) -> int:
@@ -259,10 +284,11 @@ _ALIASES = {
     "fp8_block128": "float8_e4m3fn_b128",
     "w8a8": "int8_a8",
     "w8a8_static": "int8_a8static",
+    "bf16_2of4": "bfloat16_2of4",
 }
 KNOWN_FORMATS = (
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g128", "int4", "int4_g32", "int4_g64", "int4_g128",
-    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "fp8_a8", "mxfp4", "nvfp4",
+    "int4_g64_asym", "int4_g128_asym", *_ALIASES, "fp8_a8", "mxfp4", "nvfp4", "int8_2of4",
 )  # fmt: skip
 """Formats that a message lists; any parts of `WeightFormat.name` may follow a name of numbers or an alias."""
 
@@ -280,7 +306,7 @@ def parse_format(name: str) -> WeightFormat:
     numbers = next((n for n in BITS if full == n or full.startswith(f"{n}_")), None)
     if numbers is None:
         raise ConfigError(f"quant.format: {unknown('format', name, KNOWN_FORMATS)}")
-    options: dict[str, Any] = {"granularity": "channel"}
+    options: dict[str, Any] = {"granularity": "tensor" if BITS[numbers] > 8 else "channel"}
     scale_dtypes = {short: dtype for dtype, short in _SCALE_NAMES.items()}
     for part in full[len(numbers) :].split("_")[1:]:
         if part == "tensor":
@@ -289,8 +315,8 @@ def parse_format(name: str) -> WeightFormat:
             options |= {"granularity": "group" if part[0] == "g" else "block", "group": int(part[1:])}
         elif part == "asym":
             options["symmetric"] = False
-        elif part == "indexed":
-            options["indexed"] = True
+        elif part in ("indexed", "2of4"):
+            options["indexed" if part == "indexed" else "sparse"] = True
         elif part in scale_dtypes:
             options["scale_dtype"] = scale_dtypes[part]
         elif part in ("a8", "a8static"):

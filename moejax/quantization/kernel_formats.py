@@ -37,8 +37,8 @@ def _kernel_format(fmt: WeightFormat, D: int) -> qformats.Format | str:
         return f"no kernel for {fmt.numbers}{what}"
     if fmt.scale_dtype not in (("e8m0",) if kind == "mxfp4" else ("float32", "bfloat16", "float16")):
         return f"no kernel with {fmt.scale_dtype} scales"
-    if fmt.indexed:
-        return "no kernel with a group index"
+    if fmt.indexed or fmt.sparse:
+        return "no kernel with a group index" if fmt.indexed else "no kernel for 2:4 sparse weights"
     if fmt.granularity == "tensor":
         return "no kernel with one scale for the tensor"
     if not fmt.symmetric and kind != "w4a16":

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moejax.core.errors import ConfigError
-from moejax.core.quant import QuantConfig, QuantRule
+from moejax.core.quant import SPARSE, QuantConfig, QuantRule
 from moejax.quantization.formats import WeightFormat, parse_format
 
 PROTECTED = ("router", "shared_gate", "kv_b_proj", "lm_head", "embedding")
 """Parts of a path that a pattern must spell out to reach the weight."""
 
-CALIBRATED = ("gptq", "awq", "smoothquant")
+CALIBRATED = ("gptq", "awq", "smoothquant", "wanda")
 """Methods that need text."""
 
 
@@ -71,7 +71,7 @@ def resolve_rules(quant: QuantConfig, weights: Mapping[str, tuple[int, ...]]) ->
         if rule.format is not None and (rule.method or quant.method) == "none":
             raise ConfigError(
                 f"quant.rules[{rule.pattern}] names the format {rule.format}, but its method is none; set "
-                "method to rtn, gptq, awq or smoothquant"
+                "method to rtn, gptq, awq, smoothquant, magnitude or wanda"
             )
     patterns = [_compile(rule.pattern) for rule in quant.rules]
     used: set[int] = set()
@@ -118,6 +118,8 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
             f"{path}: smoothquant is for formats that quantize activations too (w8a8, w8a8_static), not for "
             f"{fmt.name}; use awq for weights alone"
         )
+    if fmt.sparse != (method in SPARSE):
+        raise ConfigError(f"{path}: magnitude and wanda go with 2of4 formats, not {method} with {fmt.name}")
     fmt.check(path, shape[-2], shape[-1])
 
 

@@ -48,6 +48,7 @@ _LOSSES: tuple[Column, ...] = (
     Column("loss %\n\\[interval]", loss_words),
     Column("through\nrouting", _routing_part),
     Column("KL\nmnat", "kl", 1e3, _figure),
+    Column("worst\ndoc. %", "document_loss_percent", 1, _figure),
     *metric_columns("top1_agreement", cell=_figure),
 )
 _ROUTING = metric_columns(
@@ -58,6 +59,7 @@ _ROUTING = metric_columns(
 _LOSSES_NOTE = """\
 loss: of perplexity, % of full precision, with its bootstrap interval; ~ inside the noise
 through routing: what of it full precision's routing, replayed, takes away: at times more than all
+worst doc.: loss on the document of the text that loses most
 """
 _ROUTING_NOTE = """\
 flips: tokens whose set of experts differs; own: by a layer itself, the routing before it replayed

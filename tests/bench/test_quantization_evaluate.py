@@ -1,5 +1,6 @@
 """Models beside models: every figure against the same computed plainly from logits and traces."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,12 +11,16 @@ from flax import nnx
 
 from moejax.bench.common.held_out import Windows, read_windows
 from moejax.bench.quantization.config import QuantizationSection, SpeedSection
-from moejax.bench.quantization.evaluate import Evaluator, expert_outputs, routing_changes
+from moejax.bench.quantization.evaluate import Evaluator, routing_changes
+from moejax.bench.quantization.metrics import WindowBootstrap
+from moejax.bench.quantization.rows import by_document
 from moejax.bench.quantization.sizes import model_sizes
 from moejax.core.errors import ConfigError
 from moejax.core.quant import QuantConfig
+from moejax.models.decoder import Decoder
 from moejax.moe.router import Replay
 from moejax.nn.param import iter_params, num_params
+from moejax.ptq.reduce import expert_outputs
 from tests.decoding import forward, random_model
 from tests.model_shapes import LINEAR
 from tests.numerics import assert_close, tolerance
@@ -151,12 +156,74 @@ def test_what_is_folded_into_the_norm_belongs_to_the_expert(models):
     assert not found.squared_error.any() and not found.flipped.any()
 
 
+@pytest.mark.parametrize(
+    "stand_ins",
+    [[0, -1, 2, 3, -1, 5, 6, 7], pytest.param([0, 2, 2, 3, 7, 5, 6, 7], marks=pytest.mark.slow)],
+    ids=["pruned", "merged"],
+)
+def test_fewer_experts_are_counted_in_the_full_models_numbers(models, stand_ins):
+    """The small model's figures are a full one's whose router never takes the experts that are gone."""
+    full, _ = models
+    small = Decoder(full.config.replace(num_experts=6), moe=full.layers[0].moe.moe)
+    stand_ins, gone = np.array(stand_ins), [1, 4]
+    kept = np.flatnonzero(stand_ins == np.arange(E))
+    source, places = dict(iter_params(full)), {0: stand_ins, 2: stand_ins}
+    for name, param in iter_params(small):
+        value = source[name][...]
+        if value.shape != param.shape:
+            value = jnp.take(value, kept, axis=-1 if "router" in name else 0)
+        param.set_value(value)
+    text = windows(5)
+    found = Evaluator(full, text, 2)(small, stand_ins=places)
+    logits, own = plain(small, text)
+    logs = log_softmax(logits)
+    picked = -np.take_along_axis(logs, text.tokens[:, 1:, None].astype(np.int64), -1)[..., 0]
+    np.testing.assert_allclose(found.nats[1], (picked * text.scored).sum(1), rtol=1e-4)
+    _, traces = plain(full, text)
+    for layer in places:
+        mine = kept[np.asarray(own[layer].ids).clip(max=5)][text.scored]
+        theirs = np.asarray(traces[layer].ids)[text.scored]
+        sets = [(set(stand_ins[a]) - {-1}, set(b)) for a, b in zip(theirs, mine, strict=True)]
+        assert found.flipped[0, layer] == sum(a != b for a, b in sets)
+        np.testing.assert_array_equal(found.counts[1, layer], np.bincount(mine.ravel(), minlength=E))
+        np.testing.assert_array_equal(found.counts[0, layer], traces[layer].counts)
+        share = found.squared_error[layer] / np.maximum(found.squared_norm[layer], 1e-30)
+        assert np.delete(share, gone).max() < 1e-12 and (share[gone] > 0.1).all()
+        if (stand_ins < 0).any():
+            np.testing.assert_allclose(share[gone], 1.0, rtol=1e-6)
+    sizes, whole = model_sizes(small, full), model_sizes(full)
+    assert sizes["bits_per_weight"] == pytest.approx(
+        32 * sizes["quantizable_bytes"] / whole["quantizable_bytes"]
+    )
+    assert sizes["model_bytes"] < whole["model_bytes"]
+
+
+def test_losses_by_document_are_those_of_its_tokens(models):
+    full, other = models
+    text = windows(5)
+    mask = np.zeros_like(text.scored)
+    mask[1:3, 2:] = True
+    text = dataclasses.replace(text, documents={"one": mask, "others": text.scored & ~mask})
+    sums = Evaluator(full, text, 2)(other)
+    np.testing.assert_allclose(sum(sums.document_nats.values()), sums.nats)
+    alone = Evaluator(full, dataclasses.replace(text, scored=text.scored), 2)(other).document_nats["one"]
+    assert not alone[:, [0, 3, 4]].any() and alone[:, 1:3].all()
+    boot = WindowBootstrap(text.scored.sum(1), resamples=200)
+    losses, row = by_document(sums, text.documents, boot)
+    ratio = np.exp((sums.document_nats["one"][1] - sums.document_nats["one"][0]).sum() / mask.sum())
+    assert losses["one"]["document_loss_percent"] == pytest.approx(100 * (ratio - 1))
+    assert losses["one"]["document_tokens"] == mask.sum() == 8
+    assert row == {"worst_document": row["worst_document"], **losses[row["worst_document"]]}
+    assert by_document(Evaluator(full, windows(5), 2)(other), {}, boot) == ({}, {})
+
+
 def test_expert_outputs_add_up_to_the_layers(models):
     full, _ = models
     layer = full.layers[2]
     x = np.random.default_rng(0).normal(size=(1, 5, 32)).astype(np.float32)
     _, out, trace = layer.feed_forward(jnp.asarray(x), None, None)
-    each = expert_outputs(layer, jnp.asarray(x[0]), trace.ids[0]).reshape(5, 2, 32)
+    rows = layer.post_attention_norm(jnp.asarray(x[0]))
+    each = expert_outputs(layer.moe, rows, trace.ids[0]).reshape(5, 2, 32)
     assert_close((each * trace.weights[0][..., None]).sum(1), out[0], tolerance(32, 16, 2))
 
 
@@ -171,6 +238,9 @@ def test_routing_changes_by_hand():
 class Letters:
     def encode(self, text):
         return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
 
 
 def read(text: str = "auto", max_windows: int | None = None, **changes: Any) -> Windows:
@@ -191,6 +261,23 @@ def test_windows_predict_every_token_once(tmp_path):
     assert len(drawn.tokens) == 3 and len({row.tobytes() for row in drawn.tokens}) == 3
     again = read(str(file), 3)
     assert drawn.fingerprint == again.fingerprint != found.fingerprint
+
+
+def test_documents_end_with_their_token_and_small_ones_go_together(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("first one\nmore.\nab.cd." + "second " * 20)
+    section = QuantizationSection(
+        text=str(file), seq_len=7, methods=["rtn"], presets={"rtn": QuantConfig("rtn")}
+    )
+    found = read_windows(section, None, Letters(), 64, 0, [ord(".")])
+    assert list(found.documents) == ["first one", "others", "second second second sec"]
+    assert (sum(mask.astype(int) for mask in found.documents.values()) == found.scored).all()
+    targets = found.tokens[:, 1:]
+    text = {name: "".join(map(chr, targets[mask])) for name, mask in found.documents.items()}
+    assert text["first one"] == "irst one\nmore." and text["others"] == "\nab.cd."
+    assert not read(str(file)).documents
+    file.write_text("one without end" * 4)
+    assert not read_windows(section, None, Letters(), 64, 0, [ord(".")]).documents
 
 
 def test_a_text_that_cannot_be_scored_is_named(tmp_path):

@@ -57,10 +57,11 @@ def open_model(config: ModelConfig, quant: QuantConfig | None) -> Any:
         for _, param in iter_params(model):
             value = np.asarray(param[...])
             param.set_value(jnp.asarray(value * (1 + size * rng.normal(size=value.shape)), jnp.float32))
-        report = SimpleNamespace(seconds=0.5, fallbacks=1, damping_raised=0, to_dict=dict)
+        report = SimpleNamespace(seconds=0.5, fallbacks=1, damping_raised=0, to_dict=dict, stages=[])
     llm = SimpleNamespace(
         model=model, config=config, model_dir=None, tokenizer=Letters(), max_model_len=64,
         kv_cache_dtype="float32", quant_report=report, parallel_config=ParallelConfig(), closed=False,
+        eos_token_ids=(),
     )  # fmt: skip
     llm.close = lambda: setattr(llm, "closed", True)
     return llm

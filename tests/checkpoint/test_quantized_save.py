@@ -37,7 +37,10 @@ COMPRESSED = {
     "float8_e4m3fn_tensor_a8static_sbf16": "float-quantized",
 }  # fmt: skip
 
-OWN = ["int4_g8_indexed", "int8_g8_asym_indexed", "fp8_e5m2", "int8_g8_se8m0", "fp8_e5m2_a8"]
+OWN = [
+    "int4_g8_indexed", "int8_g8_asym_indexed", "fp8_e5m2", "int8_g8_se8m0", "fp8_e5m2_a8",
+    "bf16_2of4", "int8_2of4",
+]  # fmt: skip
 
 
 def quantization_config(directory):

@@ -101,7 +101,7 @@ def test_the_result_lists_them(tmp_path):
 def test_a_format_without_a_method_is_refused():
     for name in ("int4_g64", "nonsense"):
         with pytest.raises(
-            ConfigError, match=rf"quant\.format={name} does nothing .*rtn, gptq, awq or smoothquant"
+            ConfigError, match=rf"quant\.format={name} does nothing .*awq, smoothquant, magnitude or wanda"
         ):
             QuantConfig(format=name)
     assert QuantConfig(method="rtn") == QuantConfig(method="rtn", format="int8")

@@ -29,6 +29,7 @@ FORMATS = (
     "int8", "int8_asym", "int8_tensor", "int8_g64", "int8_g64_asym", "int4", "int4_g32", "int4_g64_asym",
     "fp8", "fp8_e5m2", "fp8_block128", "w8a8", "w8a8_static", "int8_asym_a8", "int8_tensor_a8", "int8_g64_a8",
     "float8_e4m3fn_a8", "float8_e5m2_a8", "float8_e4m3fn_a8static", "mxfp4", "nvfp4",
+    "bf16_2of4", "w8a8_2of4",
 )  # fmt: skip
 
 GROUP_INDEX = dataclasses.replace(parse_format("int4_g32"), indexed=True)

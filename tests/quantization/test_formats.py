@@ -21,16 +21,17 @@ from moejax.quantization.formats import (
 def all_formats() -> list[WeightFormat]:
     """Every combination that is a format."""
     found = []
-    for numbers, (granularity, group), symmetric, scale, acts, indexed in itertools.product(
-        ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    for numbers, (granularity, group), symmetric, scale, acts, indexed, sparse in itertools.product(
+        ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "bfloat16", "float32"),
         (("tensor", 0), ("channel", 0), ("group", 16), ("group", 64), ("block", 128)),
         (True, False),
         ("float32", "bfloat16", "float16", "e8m0", "float8_e4m3fn"),
         ("none", "dynamic", "static"),
         (False, True),
+        (False, True),
     ):
         try:
-            found.append(WeightFormat(numbers, granularity, group, symmetric, scale, acts, indexed))
+            found.append(WeightFormat(numbers, granularity, group, symmetric, scale, acts, indexed, sparse))
         except ConfigError:
             continue
     return found
@@ -72,6 +73,10 @@ SIZES = {
     "w8a8_static": (8, 32, 0, 256, 96, 96, 32),
     "mxfp4": (4, 8, 0, 256, 96, 8 * 96, 0),
     "nvfp4": (4, 8, 0, 256, 96, 16 * 96, 32),
+    # Half of the codes, and two bits for each of them.
+    "bf16_2of4": (9, 32, 0, 256, 96, 1, 0),
+    "float32_2of4": (17, 32, 0, 256, 96, 1, 0),
+    "int8_2of4": (5, 32, 0, 256, 96, 96, 0),
 }
 
 
@@ -127,6 +132,8 @@ def test_groups_that_do_not_divide_are_refused():
         parse_format("int8_g64").check("q_proj", 100, 8)
     with pytest.raises(ConfigError, match="even number of inputs, not 7"):
         parse_format("int4").check("q_proj", 7, 8)
+    with pytest.raises(ConfigError, match=r"2of4 needs a multiple of 8 inputs, .* not 12"):
+        parse_format("bf16_2of4").check("q_proj", 12, 8)
     parse_format("fp8_block128").check("q_proj", 100, 7)
 
 

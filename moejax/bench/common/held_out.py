@@ -1,7 +1,8 @@
 """The held-out text as windows of tokens. No JAX here."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,12 +49,14 @@ class Windows:
         scored: bool `[W, T]`: tokens that are predicted; False is padding.
         source: the text's file.
         bytes_per_token: of the text's UTF-8.
+        documents: name → bool `[W, T]`, the tokens of each with 5 % of a text of several, and of "others".
     """
 
     tokens: np.ndarray
     scored: np.ndarray
     source: str
     bytes_per_token: float
+    documents: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +70,12 @@ class Windows:
 
 
 def read_windows(
-    section: HeldOutText, model_dir: Path | None, tokenizer: "Tokenizer | None", max_model_len: int, seed: int
+    section: HeldOutText,
+    model_dir: Path | None,
+    tokenizer: "Tokenizer | None",
+    max_model_len: int,
+    seed: int,
+    ends: Sequence[int] = (),
 ) -> Windows:
     """Cuts a text into windows. They follow one another, so that every token of the text but the first is
     predicted at most once; the first ones of a window see little context.
@@ -75,6 +83,7 @@ def read_windows(
     Args:
         max_model_len: the longest window that the model takes.
         seed: draws `section.max_windows` of them.
+        ends: tokens after which another document begins.
 
     Raises:
         ConfigError: no such text, no tokenizer, or too little text.
@@ -112,4 +121,13 @@ def read_windows(
     if most is not None and most < count:
         chosen = np.sort(np.random.default_rng(seed).permutation(count)[:most])
     per_token = len(content.encode()) / len(stream)
-    return Windows(padded[index[chosen]], index[chosen, :-1] < targets, str(path), per_token)
+    scored, masks = index[chosen, :-1] < targets, dict[str, np.ndarray]()
+    is_end = np.isin(stream, ends)
+    starts = np.flatnonzero(np.append(True, is_end[:-1]))
+    for start, stop in zip(starts, [*starts[1:], len(stream)], strict=True) if len(starts) > 1 else ():
+        name = tokenizer.decode(stream[start : start + 24].tolist()).strip().partition("\n")[0][:24]
+        name = name if stop - start >= 0.05 * len(stream) else "others"
+        mask = scored & (index[chosen, 1:] >= start) & (index[chosen, 1:] < stop)
+        if mask.any():
+            masks[name] = masks.get(name, False) | mask
+    return Windows(padded[index[chosen]], scored, str(path), per_token, masks)

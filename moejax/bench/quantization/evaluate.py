@@ -8,11 +8,12 @@ while it is compared, so memory does not grow with text or vocabulary.
 Experts are compared as functions: each one's output on the full-precision activations of the tokens that
 the full-precision router sends to it, so that only its own weights' error counts. What a method folds into
 the norm in front is part of the function: it is applied to that norm's input.
+
+Experts of a model with fewer have the full one's numbers. Replayed, one that is gone gives zeros.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +28,10 @@ from moejax.engine.routing.load_bias import moved
 from moejax.models.decoder import Decoder, DecoderLayer, told_of
 from moejax.moe.layer import RoutingTrace
 from moejax.moe.replicas import Placed
-from moejax.moe.router import Replay, Routing, expert_counts
+from moejax.moe.router import Replay, expert_counts
 from moejax.nn.rope import rope_tables
 from moejax.ops.row_sums import summed
+from moejax.ptq.reduce import expert_outputs
 
 
 class Stream(NamedTuple):
@@ -45,6 +47,15 @@ class Streams(NamedTuple):
     full: Stream
     free: Stream
     replayed: Stream
+
+
+def numbers_of(stand_ins: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Maps the expert that stands in for each, int `[E]`, to its number in a model with E' of them, int32
+    `[E + 1]`, and those of these in the full model, `[E' + 1]`; the last is none."""
+    kept = np.flatnonzero(stand_ins == np.arange(len(stand_ins)))
+    fewer = np.where(stand_ins < 0, len(kept), np.searchsorted(kept, stand_ins))
+    fewer, full = np.append(fewer, len(kept)), np.append(kept, len(stand_ins))
+    return jnp.asarray(fewer, jnp.int32), jnp.asarray(full, jnp.int32)
 
 
 class LayerStats(NamedTuple):
@@ -78,6 +89,7 @@ class Evaluator:
         kv_cache: str = "auto",
         advance: Callable[[], None] = lambda: None,
         by_step: bool = False,
+        stand_ins: Mapping[int, np.ndarray] | None = None,
     ) -> Evaluation:
         """Goes layer by layer, so that one program serves all layers that are built alike.
 
@@ -86,12 +98,15 @@ class Evaluator:
             advance: called after every batch.
             by_step: the experts of "free" see the windows' tokens at one position at a time, as a decode step
                 of so many sequences does; nothing is replayed then ("replayed" is "free").
+            stand_ins: by layer, where `quantized` has fewer experts, those in their places, int `[E]`.
         """
         heads = nnx.split(self.full), nnx.split(quantized)
         layers = [
             (nnx.split(full), nnx.split(other))
             for full, other in zip(self.full.in_order(), quantized.in_order(), strict=True)
         ]
+        same, places = np.arange(self.full.config.num_experts), stand_ins or {}
+        numbers = [numbers_of(places.get(layer, same)) for layer in range(len(layers))]
         batches: list[tuple[Any, list[LayerStats]]] = []
         for inputs, targets, scored, positions, rope in self._batches():
             embedded = [model.embed(jnp.asarray(inputs)) for model in (self.full, quantized)]
@@ -100,7 +115,8 @@ class Evaluator:
             for number, (full, other) in enumerate(layers):
                 graphs, states = (full[0], other[0]), (full[1], other[1])
                 told = told_of(self.full.config, number, rope)
-                streams, stats = _layer(*graphs, kv_cache, by_step, *states, streams, told, positions, scored)
+                inputs_of = *states, streams, told, positions, scored, numbers[number]
+                streams, stats = _layer(*graphs, kv_cache, by_step, *inputs_of)
                 layer_stats.append(stats)
             ends = _head(heads[0][0], heads[1][0], heads[0][1], heads[1][1], streams, targets)
             batches.append(jax.device_get((ends, layer_stats)))
@@ -139,8 +155,11 @@ class Evaluator:
         ends = []
         for of_batches in zip(*(ends for ends, _ in batches), strict=True):
             values = np.concatenate(of_batches).astype(np.float64)[: len(scored)]
-            ends.append((values * scored).sum(axis=2).T)
-        fields: dict[str, Any] = {"tokens": self.windows.num_tokens}
+            ends.append(values * scored)
+        masks = self.windows.documents.items()
+        documents = {name: (ends[0] * mask[:, None]).sum(axis=2).T for name, mask in masks}
+        ends = [values.sum(axis=2).T for values in ends]
+        fields: dict[str, Any] = {"tokens": self.windows.num_tokens, "document_nats": documents}
         for name in LayerStats._fields:
             by_batch = np.array([[getattr(layer, name) for layer in stats] for _, stats in batches])
             if name.startswith("squared"):
@@ -186,6 +205,7 @@ def _layer(
     rope: Any,
     positions: jax.Array,
     scored: jax.Array,
+    numbers: tuple[jax.Array, jax.Array],
 ) -> tuple[Streams, LayerStats]:
     """One layer of all three passes, and what they differ in."""
     full: DecoderLayer = nnx.merge(full_graph, full_state)
@@ -193,16 +213,19 @@ def _layer(
     x, attended, _ = full.attend(*streams.full, rope, positions, None)
     total = x + attended
     x, out, recorded = full.feed_forward(total, None, scored)
-    replay = None if recorded is None else Replay(recorded.ids, recorded.weights)
+    replay = mine = None
+    if recorded is not None:
+        replay, ids = Replay(recorded.ids, recorded.weights), numbers[0][recorded.ids]
+        mine = Replay(ids, jnp.where(ids < numbers[1].size - 1, recorded.weights, 0.0))
     cache = None if kv_cache == "auto" or layer.is_linear else RoundedLayer(kv_cache)
     if by_step:
         *free, trace = _by_position(layer, *layer.attend(*streams.free, rope, positions, cache)[:2], scored)
         forced, shadow = free, trace
     else:
         *free, _, trace = layer(*streams.free, rope, positions, scored, cache)
-        *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, replay)
+        *forced, _, shadow = layer(*streams.replayed, rope, positions, scored, cache, mine)
     outputs = Streams(Stream(x, summed(out, x)), Stream(*free), Stream(*forced))
-    return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored)
+    return outputs, _compare_layer(full, layer, replay, trace, shadow, total, scored, numbers)
 
 
 def _by_position(
@@ -271,18 +294,6 @@ def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tupl
     return jnp.sum(flipped, dtype=jnp.int32), jnp.sum(new, dtype=jnp.int32)
 
 
-def expert_outputs(layer: DecoderLayer, sums: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns each chosen expert's output for a token: sums `[N, D]`, ids int32 `[N, k]` → `[N · k, D]`,
-    unweighted; an expert E gives zeros."""
-    assert layer.moe is not None
-    rows = jnp.repeat(layer.post_attention_norm(sums), ids.shape[1], axis=0)
-    flat = ids.reshape(-1, 1)
-    alone = Routing(flat, jnp.ones(flat.shape, jnp.float32), jnp.zeros((rows.shape[0], 0), jnp.float32))
-    # Every assignment runs, whatever room the model's own execution would give it.
-    out = layer.moe.experts(rows, alone, dataclasses.replace(layer.moe.moe, execution="grouped")).out
-    return summed(out, rows)
-
-
 def _compare_layer(
     full: DecoderLayer,
     layer: DecoderLayer,
@@ -291,6 +302,7 @@ def _compare_layer(
     shadow: RoutingTrace | None,
     sums: jax.Array,
     scored: jax.Array,
+    numbers: tuple[jax.Array, jax.Array],
 ) -> LayerStats:
     """Args: sums `[B, T, D]`, what full precision's second norm takes."""
     E = full.attention.config.num_experts
@@ -299,12 +311,17 @@ def _compare_layer(
         return LayerStats(none, none, jnp.zeros((2, E), jnp.int32), jnp.zeros(E), jnp.zeros(E))
     k = replay.ids.shape[-1]
     base = replay.ids.reshape(-1, k)
-    wished = jnp.where(scored[..., None], jax.lax.top_k(shadow.logits, k)[1], E).astype(jnp.int32)
-    pairs = [routing_changes(base, ids.reshape(-1, k), E) for ids in (trace.ids, wished)]
+    mine = numbers[0][base]
+    free, wished, same = (numbers[1][ids] for ids in (trace.ids, jax.lax.top_k(shadow.logits, k)[1], mine))
+    wished = jnp.where(scored[..., None], wished, E)
+    pairs = [routing_changes(same, ids.reshape(-1, k), E) for ids in (free, wished)]
     flipped, changed = (jnp.stack(part) for part in zip(*pairs, strict=True))
-    counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, trace.ids)])
+    counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, free)])
     flat = sums.reshape(-1, sums.shape[-1])
-    right, ours = (expert_outputs(side, flat, base).astype(jnp.float32) for side in (full, layer))
+    assert full.moe is not None and layer.moe is not None
+    rows = full.post_attention_norm(flat), layer.post_attention_norm(flat)
+    right = expert_outputs(full.moe, rows[0], base).astype(jnp.float32)
+    ours = expert_outputs(layer.moe, rows[1], mine).astype(jnp.float32)
 
     def by_expert(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(jnp.sum(jnp.square(values), axis=-1), base.reshape(-1), E + 1)[:E]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moejax.bench.common.held_out import Windows
+from moejax.bench.quantization import rows
 from moejax.bench.quantization.config import QuantizationSection
 from moejax.bench.quantization.evaluate import Evaluator
 from moejax.bench.quantization.metrics import WindowBootstrap, popularity_errors
@@ -67,7 +68,7 @@ def full_row(bench: Bench) -> dict[str, Any]:
         "perplexity": float(np.exp(bench.boot.means(bench.base_nats)[0])),
         "bits_per_byte": float(bench.boot.means(bench.base_nats)[0] / np.log(2))
         / bench.windows.bytes_per_token,
-        **_size_fields(bench.full),
+        **_size_fields(bench, bench.full),
     }
 
 
@@ -85,12 +86,12 @@ def measure_method(
     report = llm.quant_report
     row: dict[str, Any] = {
         "name": name,
-        "method": quant.method,
-        "format": quant.format if report is not None else llm.config.dtype,
+        "method": quant.what,
+        "format": quant.format or llm.config.dtype,
         "kv_cache": quant.kv_cache,
         "error": None,
         "changes_weights": report is not None,
-        **_size_fields(llm),
+        **_size_fields(bench, llm),
         "open_seconds": opened,
         "quantize_seconds": None if report is None else report.seconds,
         "quantize_compile_seconds": None if report is None else sum(compiled),
@@ -99,7 +100,9 @@ def measure_method(
     }
     details: dict[str, Any] = {"report": None if report is None else report.to_dict()}
     began = time.perf_counter()
-    sums = bench.evaluator(llm.model, quant.kv_cache, advance)
+    fewer = [stage for stage in report.stages if stage.stand_ins] if report is not None else []
+    places = {int(stage.name.split()[1]): np.array(stage.stand_ins) for stage in fewer}
+    sums = bench.evaluator(llm.model, quant.kv_cache, advance, stand_ins=places)
     row["evaluate_seconds"] = time.perf_counter() - began
     popularity = popularity_errors(
         sums.squared_error, sums.squared_norm, sums.counts[0], bench.section.popularity_bins, bench.loads
@@ -107,6 +110,8 @@ def measure_method(
     row |= split_fields(bench.boot, sums)
     row |= routing_fields(sums, llm.config.moe_layers, popularity if report is not None else None)
     details |= detail(sums, llm.config.moe_layers, popularity)
+    details["documents"], worst = rows.by_document(sums, bench.windows.documents, bench.boot)
+    row |= worst
     nats = sums.nats[1]
     if quant.kv_cache != "auto":
         # The cache itself is read in the engine only: its loss is the one that counts, and how far the
@@ -127,11 +132,11 @@ def engine_losses(llm: LLM, windows: Windows) -> np.ndarray:
     return np.array([-scores.astype(np.float64).sum() for scores in llm.score(rows)])
 
 
-def _size_fields(llm: LLM) -> dict[str, Any]:
+def _size_fields(bench: Bench, llm: LLM) -> dict[str, Any]:
     numbers = llm.config.key_dim
     # Bits of a key's or value's number, scales included.
     return {
-        **model_sizes(llm.model),
+        **model_sizes(llm.model, bench.full.model),
         "cache_bits": 8 * kv_vector_bytes(numbers, llm.kv_cache_dtype) / numbers,
     }
 

@@ -6,7 +6,8 @@ window, not a token, is drawn, because the losses within one go together. Window
 so the intervals are a little too narrow where the text has few documents.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +32,7 @@ class Evaluation:
         counts: int64 `[2, L, E]`, assignments: of full precision, of free.
         squared_error, squared_norm: float64 `[L, E]`, of each expert's outputs, summed over its tokens.
         tokens: that were scored.
+        document_nats: float64 `[3, W]` as `nats`, of the tokens of each of the text's documents.
     """
 
     nats: np.ndarray
@@ -42,6 +44,7 @@ class Evaluation:
     squared_error: np.ndarray
     squared_norm: np.ndarray
     tokens: int
+    document_nats: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class WindowBootstrap:

@@ -74,6 +74,22 @@ def routing_fields(
     return row
 
 
+def by_document(
+    sums: Evaluation, documents: Mapping[str, np.ndarray], boot: WindowBootstrap
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns each document's tokens and loss of perplexity, with its interval over windows; and row fields
+    of the one that loses most, none for a text of a single document."""
+    losses: dict[str, dict[str, Any]] = {}
+    for name, (full, free, _) in sums.document_nats.items():
+        tokens = documents[name].sum(axis=1)
+        part = WindowBootstrap(tokens[tokens > 0], resamples=len(boot.counts) - 1, confidence=boot.confidence)
+        fields = loss_fields(part, free[tokens > 0], full[tokens > 0], 1.0).items()
+        loss = {n.replace("perplexity", "document"): v for n, v in fields if n.startswith("perplexity_loss")}
+        losses[name] = {"document_tokens": int(tokens.sum()), **loss}
+    worst = max(losses, key=lambda name: losses[name]["document_loss_percent"], default=None)
+    return losses, {"worst_document": worst, **losses[worst]} if worst else {}
+
+
 def flip_shares(sums: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     """Returns as shares `[2, L]` the tokens whose set of experts differs, and the assignments changed."""
     return sums.flipped / sums.tokens, sums.changed / np.maximum(sums.counts[0].sum(-1), 1)

@@ -129,7 +129,9 @@ def run_quantization(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     full = open_model(None)
-    windows = read_windows(section, full.model_dir, full.tokenizer, full.max_model_len, seed)
+    windows = read_windows(
+        section, full.model_dir, full.tokenizer, full.max_model_len, seed, full.eos_token_ids
+    )
     loads = None
     if section.routing_trace is not None:
         capture = open_trace("quantization.routing_trace", section.routing_trace, full.config)
@@ -202,7 +204,7 @@ def _one_method(methods: _Methods, method: str, task: Task) -> None:
             if defect:
                 logger.exception("%s failed with a defect", method)
             text = f"{type(error).__name__}: {error}" if defect else str(error)
-            kinds = {"method": quant.method, "format": quant.format, "kv_cache": quant.kv_cache}
+            kinds = {"method": quant.what, "format": quant.format, "kv_cache": quant.kv_cache}
             row = {"name": method, **kinds, "error": text, "defect": defect, "changes_weights": False}
             details = {}
         methods.rows.append(row)

@@ -10,8 +10,9 @@ from moejax.quantization.formats import PARTS
 from moejax.quantization.rules import protected
 
 
-def model_sizes(model: Decoder) -> dict[str, float]:
-    """Returns the row fields of a model whose parameters have values, quantized or not.
+def model_sizes(model: Decoder, full: Decoder | None = None) -> dict[str, float]:
+    """Returns the row fields of a model whose parameters have values, quantized or not; bits are over the
+    numbers of `full`, where that has more experts.
 
     Returns:
         `quantizable_bytes`: of the matrices that a method may quantize by default (attention, experts, MLPs),
@@ -28,8 +29,13 @@ def model_sizes(model: Decoder) -> dict[str, float]:
             # A quantized weight counts once, with its codes.
             weights += 0 if path != name and part != "values" else math.prod(spec.true_shape)
             quantizable_bytes += int(param[...].nbytes)
-    return {
+    sizes = {
         "bits_per_weight": 8 * quantizable_bytes / max(weights, 1),
         "quantizable_bytes": quantizable_bytes,
         **weight_metrics([model]),
     }
+    if full is not None and full.config.num_experts != model.config.num_experts:
+        whole = model_sizes(full)
+        for bits, held in (("bits_per_weight", "quantizable_bytes"), ("bits_per_parameter", "model_bytes")):
+            sizes[bits] = whole[bits] * sizes[held] / whole[held]
+    return sizes

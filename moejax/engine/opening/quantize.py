@@ -38,21 +38,24 @@ class QuantizationPlan:
     Attributes:
         weights: path of a weight → what becomes of it; empty for a model that is left as it is.
         tokens: int32 `[S, L]`, calibration text; None where no method calibrates.
+        original: the configuration with all experts, of which some are left out; None where all stay.
     """
 
     weights: Mapping[str, Chosen]
     tokens: np.ndarray | None = None
+    original: ModelConfig | None = None
 
     @property
     def calibrates(self) -> bool:
         """Tells whether weights are quantized once the whole model is there, not as each arrives."""
-        return any(chosen.calibrated for chosen in self.weights.values())
+        return self.original is not None or any(chosen.calibrated for chosen in self.weights.values())
 
 
 def plan_quantization(
     quant: QuantConfig,
     parallel: ParallelConfig,
     config: ModelConfig,
+    original: ModelConfig,
     moe: MoeConfig,
     axes: Axes,
     platform: str,
@@ -64,6 +67,7 @@ def plan_quantization(
     """Decides what is quantized and how; draws the calibration's tokens.
 
     Args:
+        config, original: of the model with the experts that stay, and with all.
         experts: what the expert products run on, or how they are executed where it is not grouped.
         ends: tokens that end a document, the first of which separates calibration's.
 
@@ -73,23 +77,23 @@ def plan_quantization(
             tokenizer, with too short a text, or on more than one device.
     """
     declared = specs(Decoder(config, moe=moe))
-    plan = QuantizationPlan({})
+    plan = QuantizationPlan({}, original=None if config is original else original)
     if quant.method != "none" or quant.rules:
         shapes = {name: spec.matrix_shape for name, spec in declared.items()}
-        plan = QuantizationPlan(resolve_rules(quant, shapes))
+        plan = dataclasses.replace(plan, weights=resolve_rules(quant, shapes))
     planned = [(name, declared[name], chosen.format) for name, chosen in plan.weights.items()]
     choose_implementation(quant, planned, axes, platform, experts)
-    if not plan.weights:
+    if not plan.weights and plan.original is None:
         return plan
     if directory and (stored := stored_quantization(directory)):
         by = stored[0].get("quant_method", "an unnamed method")
         raise ConfigError(
-            f"quant.method={quant.method}: {directory} holds weights quantized by {by} already; "
+            f"quant.method={quant.what}: {directory} holds weights quantized by {by} already; "
             "leave quant.method=none to run them, or give the full-precision checkpoint"
         )
     if not plan.calibrates:
         return plan
-    method = f"quant.method={quant.method}"
+    method = f"quant.method={quant.what}"
     if not parallel.is_single:
         raise ConfigError(
             f"{method} calibrates on one device: quantize there, save_pretrained, and open that "
@@ -109,8 +113,9 @@ def check_split(name: str, spec: ParamSpec, fmt: WeightFormat, axes: Axes) -> No
     D, F = spec.canonical_shape[-2:]
     over_in, over_out = _devices(spec, axes)
     _check_whole(name, fmt, "inputs", D, over_in, fmt.group if not fmt.indexed else 0)
-    if fmt.packed:
-        _check_whole(name, fmt, "inputs", D, over_in, fmt.pack(D), "pieces of packed bytes")
+    if fmt.packed or fmt.sparse:
+        piece = 8 if fmt.sparse else fmt.pack(D)
+        _check_whole(name, fmt, "inputs", D, over_in, piece, "pieces of packed bytes")
     if fmt.granularity == "block":
         _check_whole(name, fmt, "outputs", F, over_out, fmt.group)
 

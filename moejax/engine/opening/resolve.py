@@ -40,6 +40,7 @@ from moejax.ops.dispatch import (
     compute_capability,
 )
 from moejax.perf.sizes import kv_vector_bytes
+from moejax.ptq.reduce import reduced_config
 from moejax.sharding.distributed import reserve_cpu_threads
 from moejax.sharding.mesh import make_mesh
 from moejax.sharding.spmd import MeshDevices, SingleDevice
@@ -148,7 +149,8 @@ def resolve(
     activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
     policy = make_policy(engine, jax.process_count())
     compute_dtype = resolve_dtype(dtype, config.dtype, platform.value)
-    config = config.replace(dtype=compute_dtype.value)
+    original = config.replace(dtype=compute_dtype.value)
+    config = reduced_config(original, quant.experts)
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
     kernels = choose_kernels(engine.kernels, platform.value, unsupported)
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
@@ -172,9 +174,8 @@ def resolve(
     experts = product.value if moe.execution == "grouped" else moe.execution
     tokenizer = Tokenizer.load(directory) if directory else None
     ends = eos_token_ids(config, directory)
-    quantization = plan_quantization(
-        quant, parallel, config, moe, places[0].axes, platform.value, experts, directory, tokenizer, ends
-    )
+    where = places[0].axes, platform.value, experts, directory
+    quantization = plan_quantization(quant, parallel, config, original, moe, *where, tokenizer, ends)
     resolutions = [
         platform,
         compute_dtype,

@@ -28,9 +28,10 @@ from moejax.engine.tiers.program import PartFunctions
 from moejax.models.decoder import Decoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, Skip, initialize, iter_params, specs
-from moejax.nn.quantized import quantized_weights, replace_weights
-from moejax.ptq.apply import Progress, quantize_model
+from moejax.nn.quantized import quantized_weights, replace_weights, weight_size
+from moejax.ptq.apply import Progress, quantize_model, rising
 from moejax.ptq.on_load import QuantizeOnLoad, quant_report
+from moejax.ptq.reduce import reduce_experts
 from moejax.ptq.report import QuantReport
 from moejax.sharding.pipeline import split_layers
 from moejax.sharding.rules import shardings
@@ -135,13 +136,25 @@ def load(
         ]
         settled = [] if tiers is None else [tiers.finish()]
         failed.pop_all()
-    report = None
+    report, fewer = None, []
+    if plan.original is not None:
+        (whole,), on_progress = stages, rising(on_progress)  # on one device
+        stages = [Decoder(resolved.config, moe=resolved.moe, kernels=resolved.kernels)]
+        if fill:
+            fewer = reduce_experts(whole, stages[0], resolved.quant, plan.tokens, on_progress)
+        gone = weight_size(whole)[0] - weight_size(stages[0])[0]
+        del whole
     if not fill:
         for stage in stages:
             replace_weights(stage, {path: chosen.format for path, chosen in plan.weights.items()})
     elif plan.calibrates:
         (model,) = stages
         report = quantize_model(model, resolved.quant, plan.tokens, progress=on_progress)
+        if fewer:
+            seconds, method = report.seconds + sum(stage.seconds for stage in fewer), resolved.quant.what
+            form, before = report.format or resolved.config.dtype, report.float_bytes + gone
+            every: Any = {"format": form, "float_bytes": before, "stages": [*fewer, *report.stages]}
+            report = dataclasses.replace(report, method=method, seconds=seconds, **every)
     elif plan.weights:
         rounding.put(stages, elsewhere=tiers is not None)
         done = rounding.report()
@@ -226,7 +239,7 @@ def load_stage(
         return shardings(declared, place.mesh, place.axes)
 
     spread = isinstance(place, MeshDevices)
-    model = build(resolved.config)
+    model = build(resolved.quantization.original or resolved.config)
     if resolved.source is None and store is not None:
         where = at(specs(model)) if spread else None
         initialize(model, resolved.seed, where, expert_of=held_experts(model), store=store, skip=skip)

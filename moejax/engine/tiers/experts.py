@@ -492,7 +492,9 @@ def check_tiers(
         ),
         f"engine.deterministic={engine.deterministic} with engine.experts.miss={engine.experts.miss},"
         " whose sums depend on what is resident": engine.deterministic != "none" and engine.experts.on_host,
-        f"quant.method={quant.method}, which calibrates the whole model": quant.method not in ("none", "rtn"),
+        f"quant.method={quant.what}, which calibrates the whole model": (
+            quant.what not in ("none", "rtn", "magnitude") or quant.experts.method != "none"
+        ),
     }
     if engine.tiers.device_gb is not None:
         key = "engine.tiers.device_gb"

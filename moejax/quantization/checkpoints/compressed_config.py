@@ -15,6 +15,8 @@ EXPERT = "{e}"
 
 def why_not(fmt: WeightFormat) -> str | None:
     """Returns why compressed-tensors cannot say this format; None where it can."""
+    if fmt.sparse:
+        return "its sparse layouts are not written here"
     if fmt.numbers == "float8_e5m2":
         return "its float8 is float8_e4m3fn"
     if fmt.numbers == "float4_e2m1fn":

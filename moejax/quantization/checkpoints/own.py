@@ -48,7 +48,7 @@ class OwnScheme(WrittenScheme):
         for name in ("scales", "tensor_scale", "input_scale"):
             if name in tensors and (name != "scales" or self.format.scale_dtype != "e8m0"):
                 check_finite(name, tensors[name], complain)
-        if self.format.numbers.startswith("float8"):
+        if self.format.bits > 8 or self.format.numbers.startswith("float8"):
             check_finite("values", tensors["values"], complain)
         if self.format.indexed:
             group_index("group_index", tensors["group_index"], self.format, D, complain)

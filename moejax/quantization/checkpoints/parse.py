@@ -23,7 +23,7 @@ MARKS = frozenset({
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
     "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
     "input_zero_point", "input_global_scale", "values", "zeros", "tensor_scale", "group_index", "blocks",
-    "gate_up_proj_blocks", "down_proj_blocks",
+    "kept", "gate_up_proj_blocks", "down_proj_blocks",
 })  # fmt: skip
 """Last names of tensors that only quantized modules have, in any convention."""
 
