@@ -350,6 +350,10 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
             memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
             cache up to the highest block in use, and "device" elsewhere.
         host_memory_gb: memory for "host" in units of 10^9 bytes.
+        disk_gb: file below that memory in units of 10^9 bytes, in `engine.tiers.disk_dir`, for what was used
+            the longest ago; 0: none.
+        load: "always" loads what is found on the host or on disk; "auto" does where that is expected to take
+            less time than to compute it, by what steps and reads have taken.
         max_age_s: seconds after which what was not used is not found any more; None: never.
     """
 
@@ -359,6 +363,8 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
     share: Literal["all", "tenant"] = "all"
     place: Literal["auto", "device", "host"] = "auto"
     host_memory_gb: PositiveNumber = 1.0
+    disk_gb: NonNegativeNumber = 0.0
+    load: Literal["always", "auto"] = "always"
     max_age_s: PositiveNumber | None = None
 
 
@@ -396,6 +402,7 @@ class EngineConfig(Checked, section="engine"):
             ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
         swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
             up and computed again.
+        swap_disk_gb: file below that memory in units of 10^9 bytes, as `prefix_cache.disk_gb`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
@@ -457,6 +464,7 @@ class EngineConfig(Checked, section="engine"):
     tiers: TiersConfig = field(default_factory=TiersConfig)
     preemption: Preemption = "recompute"
     swap_memory_gb: PositiveNumber = 1.0
+    swap_disk_gb: NonNegativeNumber = 0.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     compact_cache: bool = False
@@ -525,6 +533,13 @@ class EngineConfig(Checked, section="engine"):
         """Tells whether not all experts are to have a slot on the device."""
         share = self.experts.resident
         return self.tiers.device_gb is not None or (share is not None and share < 1)
+
+    @property
+    def on_disk(self) -> bool:
+        """Tells whether experts or blocks of the cache may be."""
+        blocks = self.prefix_cache.enabled and self.prefix_cache.disk_gb > 0
+        swapped = self.preemption != "recompute" and self.swap_disk_gb > 0
+        return blocks or swapped or (self.experts_in_tiers and self.experts.tier == "disk")
 
     @property
     def max_rows(self) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, get_args
 
+from moejax.cache.disk import Loader
 from moejax.cache.prefix import prefix_stats
 from moejax.core.errors import RequestError, StepError, unknown
 from moejax.core.words import one_line
@@ -30,7 +31,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Draft, Plan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
-from moejax.engine.scheduling.swap import swap_stats
+from moejax.engine.scheduling.swap import MOVED_AT_A_TIME, swap_stats
 from moejax.engine.scheduling.utility import StepTimes, Utility
 from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
@@ -98,6 +99,7 @@ class Engine:
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
         self.tiers: Any = None  # experts in tiers, which count what they move
+        self.store: Any = None  # of blocks below the device, which counts them
         self.times: StepTimes | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
@@ -234,7 +236,23 @@ class Engine:
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
             **(self.adaptive.stats() if self.adaptive else {}),
             **(self.tiers.stats() if self.tiers else {}),
+            **(self.store.stats() if self.store else {}),
         }
+
+    def use_store(self, store: Any) -> None:
+        """Has the data-parallel groups ask the store of blocks before they load any, each for its part."""
+        self.store, parts = store, self._parts
+        for group, part in enumerate(parts):
+            part.loader = Loader(store, group * store.slots // len(parts))
+            part.swap.disk_s = part.loader.later_s
+
+    def price(self, move_s: float, load_s: float) -> None:
+        """Tells all data-parallel groups the seconds that `MOVED_AT_A_TIME` blocks take to the host and back,
+        and back alone."""
+        for part in self._parts:
+            part.swap.move_s = move_s
+            if part.loader is not None:
+                part.loader.block_s = load_s / MOVED_AT_A_TIME
 
     def adapt(self, adaptive: AdaptiveBatching) -> None:
         """Has the limits of all data-parallel groups follow a controller's from now on."""
@@ -258,6 +276,8 @@ class Engine:
             swap.counts.clear()
         if self.tiers is not None:
             self.tiers.reset_stats()
+        if self.store is not None and self.store.file is not None:
+            self.store.file.counts.clear()
 
     def clear_drafts(self) -> None:
         """Has all data-parallel groups forget the sequences that have ended."""

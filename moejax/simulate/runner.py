@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from moejax.core.config import EngineConfig
+from moejax.core.errors import refuse
 from moejax.engine.core import Engine
 from moejax.engine.scheduling.groups import scheduler_of
 from moejax.engine.scheduling.plan import Plan
@@ -112,6 +113,7 @@ def simulated_engine(
         ConfigError: the policy does not go with the rest.
     """
     clock, prefixes = VirtualClock(), config.prefix_cache
+    refuse("a simulated engine", config.on_disk, {"blocks of the cache on disk; leave the keys 0": True})
     place = "device" if prefixes.place == "auto" else prefixes.place
     policy = make_policy(config, clock=clock)
     slots = [

@@ -3,15 +3,20 @@
 import dataclasses
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from moejax.cache.allocator import window_blocks
+from moejax.cache.disk import BlockFile
 from moejax.cache.pool import block_bytes
+from moejax.cache.store import BlockStore
 from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.direct_io import ALIGNED
 from moejax.core.errors import ConfigError
+from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.core.version import __version__
@@ -80,10 +85,12 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
         engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
-    if config.preemption == "auto" and not absent:
-        seconds = time_to_move(runner)
-        for swap in engine.scheduler.swaps:
-            swap.move_s = seconds
+    if isinstance(runner, DeviceRunner) and runner.store_slots:
+        if runner.store.file is not None and not absent:
+            runner.store.file.open()  # or nothing is opened
+        engine.use_store(runner.store)
+    if not absent and "auto" in (config.preemption, resolved.prefix_cache.load):
+        engine.price(*time_to_move(runner))
     return Started(engine, runner, blocks)
 
 
@@ -124,7 +131,8 @@ def make_runner(
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
-    slots = sum(store_slots(resolved, cache))
+    sizes = store_sizes(resolved, cache)
+    slots = sizes.prefixes + sizes.swapped
     runner: DeviceRunner | PipelineRunner
     if len(stages) > 1:
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
@@ -135,6 +143,13 @@ def make_runner(
             runner = TieredRunner(functions, *common, **one, tiers=weights.tiers)
         else:
             runner = DeviceRunner(functions, *common, **one)
+        if sizes.places:
+            tiers, groups = resolved.engine.tiers, runner.groups
+            folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "blocks"
+            file = BlockFile(
+                folder, sizes.places * groups, queue_depth=tiers.queue_depth, direct=tiers.direct
+            )
+            runner.store = BlockStore(slots * groups, sizes.rows * groups, file)
         if resolved.draft is not None and draft is not None:
             # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
             kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)
@@ -174,31 +189,41 @@ def planning_engine(resolved: ResolvedEngine, cache: CacheSpec, steps: PlannedSt
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
-    slots, swapped = store_slots(resolved, cache)
+    sizes = store_sizes(resolved, cache)
     return scheduler_of(
         resolved.engine,
         cache.num_blocks,
         groups=resolved.places[0].groups,
         policy=resolved.policy,
         prefixes=resolved.prefix_cache,
-        slots=slots,
-        swapped=swapped,
+        slots=sizes.prefixes,
+        swapped=sizes.swapped,
         shared=resolved.kernels != "xla",
         window=(cache.window, cache.window_blocks) if cache.window else None,
     )
 
 
-def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:
-    """Returns how many blocks of each data-parallel group the host's store has room for: of remembered
-    prefixes, and of sequences that were preempted.
+class StoreSizes(NamedTuple):
+    """Blocks of each data-parallel group that the store has room for: of remembered `prefixes` and of `swapped`
+    sequences; together, `rows` in the host's memory and `places` in a file."""
+
+    prefixes: int
+    swapped: int
+    rows: int
+    places: int
+
+
+def store_sizes(resolved: ResolvedEngine, cache: CacheSpec) -> StoreSizes:
+    """Returns how many blocks the store below the device has room for.
 
     Raises:
-        ConfigError: it has room for none.
+        ConfigError: the host's memory, or the file, has room for none.
     """
     engine, remembered = resolved.engine, resolved.prefix_cache
     size = block_bytes(resolved.config, cache.block_size, cache.dtype)
+    padded = -(-size // ALIGNED) * ALIGNED
 
-    def slots(used: bool, key: str, memory_gb: float) -> int:
+    def slots(used: bool, key: str, memory_gb: float, size: int = size) -> int:
         count = int(memory_gb * 1e9 // (size * resolved.places[0].groups)) if used else 0
         if used and count < 1:
             raise ConfigError(
@@ -207,25 +232,35 @@ def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:
             )
         return count
 
-    to_host = remembered.enabled and remembered.place == "host"
-    return (
-        slots(to_host, "prefix_cache.host_memory_gb", remembered.host_memory_gb),
-        slots(engine.preemption != "recompute", "swap_memory_gb", engine.swap_memory_gb),
+    remembers, swaps = remembered.enabled and remembered.place == "host", engine.preemption != "recompute"
+    host = (
+        slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb),
+        slots(swaps, "swap_memory_gb", engine.swap_memory_gb),
     )
+    disk = (
+        slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb, padded),
+        slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb, padded),
+    )
+    return StoreSizes(host[0] + disk[0], host[1] + disk[1], sum(host), sum(disk))
 
 
-def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
+def time_to_move(runner: DeviceRunner | PipelineRunner) -> tuple[float, float]:
     """Returns the seconds that copying `MOVED_AT_A_TIME` blocks of each data-parallel group to the host's
-    store and back takes; what the cache holds is forgotten."""
+    store and back takes, and those that the way back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
+    if isinstance(runner, DeviceRunner):
+        most = min(most, runner.store.rows // runner.groups)
     pairs = [(place, place) for place in range(most)]
-    plan, times = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups), [time.perf_counter()]
-    for _ in range(4):  # the first compiles
-        runner.save(plan)
-        jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
-        times.append(time.perf_counter())
+    least = []
+    for saves in (pairs, []):
+        plan, times = GroupPlan([StepPlan(saves=saves, loads=pairs)] * runner.groups), [time.perf_counter()]
+        for _ in range(4):  # the first compiles
+            runner.save(plan)
+            jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
+            times.append(time.perf_counter())
+        least.append(min(after - before for before, after in pairwise(times)))
     runner.reset()
-    return min(after - before for before, after in pairwise(times))
+    return least[0], least[1]
 
 
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:

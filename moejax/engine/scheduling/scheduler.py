@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
+from moejax.cache.disk import Loader
 from moejax.cache.prefix import Match, PrefixTree
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import KvPolicyConfig
@@ -23,7 +24,7 @@ from moejax.engine.scheduling.eviction import Eviction
 from moejax.engine.scheduling.integrity import check_scheduler
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
-from moejax.engine.scheduling.reuse import find, reuse
+from moejax.engine.scheduling.reuse import brought, find, reuse
 from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason, needs_host
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.swap import SwapSpace
@@ -79,6 +80,7 @@ class Scheduler:
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
         self.compacts = self._loose = False  # blocks move down; they may lie apart, since somebody has left
+        self.loader: Loader | None = None  # of the store that its slots are in
         self.admits = True  # else only who has run before comes in again
 
     @property
@@ -182,6 +184,8 @@ class Scheduler:
         """Begins a step."""
         self.policy.tick()
         self._ranked = False
+        if self.loader is not None:
+            self.loader.begin()
         for sequence in self._chunked:  # before others want blocks
             self.eviction.trim(sequence)
 
@@ -481,11 +485,12 @@ class Scheduler:
         if short > 0 or match.waits:
             return False
         reserve = self.watermark + len(sequence.forks) if self.running else 0
-        if short + reserve <= 0:
-            return True
         # No reserve is needed where all have room to end without anyone's going.
-        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
-        return most <= self.allocator.num_blocks
+        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence)) if short + reserve > 0 else 0
+        if most > self.allocator.num_blocks:
+            return False
+        there = self.loader is None or brought(self, sequence, match, self.loader)
+        return self._room(sequence, slots) if there is None else there
 
     @property
     def _open_slots(self) -> int:
