@@ -7,7 +7,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +175,12 @@ class Loader:
         if self.store.file is not None and self.store.file.seconds:
             self.store.file.seconds.popleft()
 
+    def want(self, slots: Iterable[int]) -> None:
+        """Says that the step being scheduled loads these: they are not to leave for the file meanwhile."""
+        if self.store.file is not None:
+            self._wanted.update(self.first + slot for slot in slots)
+            self.store.wanted.update(self._wanted)
+
     def lost(self, slots: Sequence[int], wait: bool) -> set[int] | None:
         """Starts to read those of these slots that are not in the host's memory. Returns those that are lost
         once all others are there for the next step to load; None until then, unless it is to `wait`."""
@@ -204,7 +210,6 @@ class Loader:
                 store.hold(slot, read.record)
         file.counts["read"] += len(reads)
         file.counts["lost"] += len(gone)
-        store.wanted.update(wanted)
-        self._wanted.update(wanted)
+        self.want(slots)
         self._reading = {}
         return {slot - self.first for slot in gone}

@@ -53,7 +53,7 @@ def size_of(family: str, dtype: str = "float32") -> int:
 @pytest.mark.parametrize(
     ("options", "overlap"),
     slow_but(
-        [({"load": "auto", "preemption": "swap"}, True)],
+        [({"load": "auto", "preemption": "swap", "direct": False}, True)],
         [
             ({"load": load, "preemption": preemption, "direct": load == "always"}, overlap)
             for load in ("always", "auto")
@@ -76,7 +76,7 @@ def test_same_tokens(options: Any, overlap: bool, tmp_path: Path, computed_whole
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_cache"), slow_but([("gpt_oss", "int8")], [(f, kv) for f in KINDS for kv in ("auto", "int8")])
+    ("family", "kv_cache"), slow_but([], [(f, kv) for f in KINDS for kv in ("auto", "int8")])
 )
 def test_every_kind_of_cache_comes_back_bit_for_bit(
     family: str, kv_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +136,7 @@ def _spoil(llm: LLM, how: str) -> None:
         os.pwrite(file, bytes([byte[0] ^ 1]), at + 7)
 
 
-@pytest.mark.parametrize("fault", slow_but(["changed", "full"], ["changed", "cut", "unreadable", "full", "slow"]))
+@pytest.mark.parametrize("fault", slow_but(["full"], ["changed", "cut", "unreadable", "full", "slow"]))
 def test_faults_cost_time_and_nothing_else(
     fault: str, tmp_path: Path, computed_whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,5 +295,5 @@ def test_mistakes(options: Any, engine: dict[str, Any], message: str, tmp_path: 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"^engine\.tiers\.disk_dir: cannot write .*Not a directory"):
+    with pytest.raises(OutputError, match=r"^engine\.tiers\.disk_dir: cannot write .*file: File exists"):
         dummy(small_config())(tiered(tmp_path / "file"))

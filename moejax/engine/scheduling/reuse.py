@@ -54,14 +54,17 @@ def brought(scheduler: Any, sequence: Sequence, match: Match, loader: Loader) ->
     """Tells whether all that a sequence will load can be loaded in the next step. Not yet: False, or it waits
     where nothing else runs. Never: None, and what is lost is forgotten, so that less is found."""
     prefixes, swap = scheduler.prefixes, scheduler.swap
-    nodes = {node.slot: node for node in _loaded(match) if node.slot not in prefixes.saves}
-    swapped = [slot for slot in sequence.swapped[len(match.nodes) :] if slot not in swap.saves]
+    nodes = {node.slot: node for node in _loaded(match)}
+    swapped = sequence.swapped[len(match.nodes) :]
     if swapped and swap.mode == "auto":
         if 0 < swap.recompute_s(sequence.preempted_at) < sum(map(loader.load_s, swapped)):
             swap.give_up(sequence)
             loader.doubt()
             return None
-    lost = loader.lost([*nodes, *swapped], wait=not scheduler.running)
+    coming = {*(prefixes.saves if prefixes is not None else ()), *swap.saves}  # in this step
+    there = [slot for slot in (*nodes, *swapped) if slot not in coming]
+    lost = loader.lost(there, wait=not scheduler.running)
+    loader.want(coming.intersection([*nodes, *swapped]))
     for slot in lost or ():
         if slot in nodes:
             prefixes.lose(nodes[slot])
