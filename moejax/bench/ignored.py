@@ -9,7 +9,7 @@ _SWITCHES = ("kind", "enabled", "iterations")  # which leave the rest of their s
 
 # A section, names of its fields, the condition on the configuration in which nothing reads them, and why.
 _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
-    ("engine", "kv_cache_memory_gb", lambda c: c.engine.num_blocks, "engine.num_blocks is given"),
+    ("engine", "kv_cache_memory_gb", lambda c: c.engine.most_blocks, "the number of blocks is given"),
     ("engine.static_batching", "*", lambda c: c.engine.batching != "static", "for batching=static"),
     ("engine", "swap_memory_gb swap_disk_gb", lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
     ("engine", "autotune_budget_s", lambda c: c.engine.autotune != "measure", "for autotune=measure"),

@@ -406,6 +406,11 @@ class EngineConfig(Checked, section="engine"):
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
+        initial_blocks: the cache has no more blocks than these, up to the end of a segment
+            (`moejax.cache.segments`), grows to the next end instead of having anyone wait or lose its place,
+            up to `max_blocks` or what else `num_blocks` would be, and shrinks when nothing runs; None: it has
+            all from the start, of which the device holds what steps have read.
+        max_blocks: see `initial_blocks`.
         compact_cache: blocks in use move down to free ones, once they lie twice as high as there are of
             them: a step of XLA's reads the cache up to the highest block in use.
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
@@ -467,6 +472,8 @@ class EngineConfig(Checked, section="engine"):
     swap_disk_gb: NonNegativeNumber = 0.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
+    initial_blocks: PositiveInt | None = None
+    max_blocks: PositiveInt | None = None
     compact_cache: bool = False
     kv_cache_memory_gb: PositiveNumber | None = None
     deterministic: Literal["none", "tiles", "verified"] = "none"
@@ -517,6 +524,14 @@ class EngineConfig(Checked, section="engine"):
                 "counts one row a sequence; use engine.speculation.method=none"
             )
 
+        if self.max_blocks is not None and self.initial_blocks is None:
+            raise ConfigError("engine.max_blocks needs engine.initial_blocks; or use engine.num_blocks")
+        if self.initial_blocks is not None and self.num_blocks is not None:
+            raise ConfigError("engine.initial_blocks does not go with engine.num_blocks; use engine.max_blocks")
+        if self.initial_blocks is not None and self.initial_blocks > (self.max_blocks or self.initial_blocks):
+            raise ConfigError(
+                f"engine.initial_blocks {self.initial_blocks} exceeds engine.max_blocks {self.max_blocks}"
+            )
         if self.experts.resident is not None and self.tiers.device_gb is not None:
             raise ConfigError(
                 "engine.experts.resident and engine.tiers.device_gb both say how many experts have a slot; "
@@ -533,6 +548,11 @@ class EngineConfig(Checked, section="engine"):
         """Tells whether not all experts are to have a slot on the device."""
         share = self.experts.resident
         return self.tiers.device_gb is not None or (share is not None and share < 1)
+
+    @property
+    def most_blocks(self) -> int | None:
+        """Returns the blocks of the cache that are asked for."""
+        return self.num_blocks or self.max_blocks
 
     @property
     def on_disk(self) -> bool:

@@ -96,6 +96,7 @@ class Engine:
         self.clock, self.sleep = clock, sleep
         self.overlap, self.retries = overlap, 0
         self.agree: Callable[[int], int] = lambda value: value
+        self.shrink: Callable[[int], None] | None = None  # the device's blocks to so many
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
         self.tiers: Any = None  # experts in tiers, which count what they move
@@ -229,6 +230,7 @@ class Engine:
             "paused": self.stopped is not None,
             "used_blocks": blocks.num_used,
             "num_blocks": blocks.num_blocks,
+            "pool_blocks": sum(part.allocator.made for part in self._parts),
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
@@ -452,6 +454,8 @@ class Engine:
         self._record(step, result, now)
         if scheduler.idle and (saves := scheduler.save_only()) is not None:
             self.runner.save(saves)  # now, not when the next request waits for it
+        if scheduler.idle and self.shrink is not None:
+            self.shrink(max(part.allocator.retract() for part in self._parts))
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan, scheduler = step.plan, self.scheduler

@@ -70,6 +70,7 @@ class Limits:
     utility: bool = False
     kv_policy: KvPolicyConfig | None = None
     compacts: bool = False
+    initial: int = 0
 
 
 class HostEngine:
@@ -100,6 +101,10 @@ class HostEngine:
         slots = limits.slots, limits.shared
         self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
         self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes)
+        if limits.initial:
+            ends = [limits.initial << i for i in range(9) if limits.initial << i < limits.num_blocks]
+            ends = [*ends, limits.num_blocks]
+            self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, ends)
         self.clock = 0.0  # goes on by a second a step
         self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -220,6 +225,7 @@ class HostEngine:
         if self.paused:
             return None
         self.clock += 1
+        limits = self.limits
         overlaps = self.scheduler.speculation is not None and self.scheduler.speculation.overlaps
         if self.in_flight and not overlaps and (self.scheduler.drafts or self.in_flight[0].drafts):
             flying, self.in_flight = self.in_flight, None
@@ -244,6 +250,9 @@ class HostEngine:
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
             self.events["saves when idle"] += len(saves.saves)
+        if self.scheduler.idle and limits.initial and not self.in_flight:
+            before = self.allocator.made
+            self.events["shrinks"] += self.allocator.retract() < before
         self.scheduler.check_integrity()
         return plan
 
@@ -279,7 +288,7 @@ class HostEngine:
             self.step()
             steps += 1
         self.check_outputs()
-        if self.allocator.num_free != self.limits.num_blocks:
+        if self.allocator.num_used:
             raise AssertionError(f"{self.allocator.num_used} blocks leaked")
         if self.windows is not None and self.windows.num_used:
             raise AssertionError(f"{self.windows.num_used} blocks of windows leaked")
@@ -317,10 +326,14 @@ class HostEngine:
         queued = self.scheduler.waiting()
         quantum = self.policy.config.quantum_tokens
         ran = {s.order: len(s.tokens) - s.resumed >= quantum for s in before}
+        limits, made = self.limits, self.allocator.made
         plan = self.scheduler.schedule()
         gone = [s for s in before if s.state is not State.RUNNING]
         rest = gone[:-1] if gone == before else gone
         displaced = [s for s in gone if ran[s.order] and any(self.policy.displaces(w, s) for w in queued)]
+        if gone != displaced:
+            assert self.allocator.made == limits.num_blocks, "preempted where the cache could grow"
+        self.events["grown"] += self.allocator.made > made
         last = [s for s in before if s not in displaced]
         last = last[len(last) - len([s for s in gone if s not in displaced]) :]
         if any(s not in displaced and s not in last for s in gone) or (rest != gone and not displaced):

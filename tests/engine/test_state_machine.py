@@ -360,6 +360,16 @@ class Speculating(Machine):
         super().start(dataclasses.replace(limits, static=False, k=k, right=right, utility=utility))
 
 
+class Growing(Machine):
+    """The same with a cache that grows and shrinks, with a memory or without."""
+
+    @initialize(
+        limits=st.one_of(limits(), limits(caches), limits(st.none())), initial=st.sampled_from((1, 2, 5))
+    )
+    def start(self, limits: Limits, initial: int) -> None:
+        super().start(dataclasses.replace(limits, static=False, initial=min(initial, limits.num_blocks)))
+
+
 def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[str]:
     """Runs the machine; returns what happened. Nothing is timed: a loaded machine must not fail a test."""
     machine.events = Counter()
@@ -384,6 +394,8 @@ def test_random_workloads(examples: int):
     every.append(explore(Swapping, examples // 4))
     drafting = explore(Speculating, examples // 2)
     assert not [event for event in DRAFT_EVENTS if not drafting[event]], drafting
+    growing = explore(Growing, examples // 4)
+    assert growing["grown"] and growing["shrinks"] and growing["preemptions"], growing
     wanted = {*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS} - ({RARE} if examples < 250 else set())
     assert not [event for event in wanted if not sum(every, Counter())[event]], every
 
@@ -397,6 +409,7 @@ def test_random_workloads_for_long():
         (Remembering, remembering),
         (Swapping, swapping),
         (Speculating, DRAFT_EVENTS),
+        (Growing, ("grown", "shrinks", "preemptions")),
     )
     for machine, wanted in machines:
         events = explore(machine, 1_000, derandomize=False)

@@ -79,6 +79,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.rebalance = automatic(resolved, weights, runner).after_step
     if resolved.moe.routing.method == "bias":
         follow_load(resolved.moe.routing, weights, runner)
+    if config.initial_blocks is not None and isinstance(runner, DeviceRunner):
+        engine.shrink = runner.shrink
     engine.compilations = lambda: len(ledger.entries)
     if config.adaptive_batching.enabled:
         method = METHODS[config.adaptive_batching.method]
@@ -294,7 +296,8 @@ def cache_blocks(
     """
     split = parallel.kv_split(config.num_kv_heads)
     kinds, block = config.cache_kinds(window), (config, engine.block_size, kv_dtype or config.dtype, split)
-    key, size = "engine.num_blocks", block_bytes(*block, layers=kinds.count("blocks")) + with_each
+    key = "engine.num_blocks" if engine.initial_blocks is None else "engine.max_blocks"
+    size = block_bytes(*block, layers=kinds.count("blocks")) + with_each
     # Codes of a block of one layer, where there are kernels that must index them.
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:
@@ -311,14 +314,14 @@ def cache_blocks(
         windows = f" and {byte_words(own * own_size)} of windows ({own} blocks)" if own else ""
         return f"{byte_words(blocks * size)}{windows} a device{beside}"
 
-    if engine.num_blocks is not None:
-        if not _kernels_take(engine.num_blocks * codes):
+    if (asked := engine.most_blocks) is not None:
+        if not _kernels_take(asked * codes):
             raise ConfigError(
-                f"engine.num_blocks={engine.num_blocks}: the GPU kernels take a cache in {kv_dtype} of at "
+                f"{key}={asked}: the GPU kernels take a cache in {kv_dtype} of at "
                 f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
                 "engine.kernels=xla"
             )
-        return Resolution(key, str(engine.num_blocks), f"asked for; {words(engine.num_blocks)}")
+        return Resolution(key, str(asked), f"asked for; {words(asked)}")
     memory, why = _cache_memory(engine, parallel.num_devices, absent)
     room, both = memory - states, size + own_size
     fitting = int(room // both) if both else needed * (room >= 0)

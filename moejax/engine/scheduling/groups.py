@@ -11,6 +11,7 @@ from functools import partial
 
 from moejax.cache.allocator import BlockAllocator, WindowAllocator
 from moejax.cache.prefix import PrefixTree, make_prefixes
+from moejax.cache.segments import SegmentLayout
 from moejax.core.config import EngineConfig, PrefixCacheConfig
 from moejax.core.errors import refuse
 from moejax.core.parallel import ParallelConfig
@@ -173,6 +174,7 @@ def scheduler_of(
                 num_blocks,
                 config.block_size,
                 make_prefixes(prefixes, config.block_size, slots, shared) if prefixes.enabled else None,
+                pool_ends(config, num_blocks),
             ),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -189,15 +191,28 @@ def scheduler_of(
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
 
 
+def pool_ends(config: EngineConfig, num_blocks: int) -> Items[int]:
+    """Returns the sizes that the cache grows through: those at whose ends its segments are."""
+    if config.initial_blocks is None:
+        return ()
+    ends = SegmentLayout.of(num_blocks, config.block_buckets).ends
+    return [end for end in ends if end >= min(config.initial_blocks, num_blocks)]
+
+
 def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: str) -> None:
-    """Raises `ConfigError` where blocks that are in use cannot move, or would for nothing."""
+    """Raises `ConfigError` where blocks that are in use cannot move, or the cache cannot grow, or would for
+    nothing."""
     refusals = {
         "GPU kernels, which read blocks wherever they lie": kernels != "xla",
-        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled,
         "engine.batching=static, which ends a batch whole": engine.batching == "static",
         "several devices": not parallel.is_single,
     }
-    refuse("engine.compact_cache=true", engine.compact_cache, refusals)
+    whole = {"engine.deterministic=tiles, whose one program reads all blocks": engine.deterministic == "tiles"}
+    refuse("engine.initial_blocks", engine.initial_blocks is not None, refusals | whole)
+    known = {
+        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled
+    }
+    refuse("engine.compact_cache=true", engine.compact_cache, refusals | known)
 
 
 def check_cache_tiers(engine: EngineConfig, parallel: ParallelConfig, prefixes: PrefixCacheConfig) -> None:

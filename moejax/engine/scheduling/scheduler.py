@@ -353,8 +353,11 @@ class Scheduler:
         return budget
 
     def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Preempts from the order's end until `sequence` can append; False if it had to go itself."""
+        """Has the cache grow, or preempts from the order's end, until `sequence` can append; False if it had to
+        go itself."""
         allocator, index = self.allocator, sequence.computed // self.allocator.block_size
+        if allocator.extend(1) <= 0:
+            return True
         while True:
             victim = self.running[-1]
             self.preempt(victim)
@@ -481,10 +484,12 @@ class Scheduler:
         if sequence.pending or sequence.samples > (self._open_slots if slots is None else slots):
             return False
         match = self.match(sequence)
-        short = self.blocks_short(sequence, match)
-        if short > 0 or match.waits:
+        if match.waits:
             return False
         reserve = self.watermark + len(sequence.forks) if self.running else 0
+        short = self.allocator.extend(self.blocks_short(sequence, match) + reserve) - reserve
+        if short > 0:
+            return False
         # No reserve is needed where all have room to end without anyone's going.
         most = sum(self._whole(s) * s.samples for s in (*self.running, sequence)) if short + reserve > 0 else 0
         if most > self.allocator.num_blocks:

@@ -160,6 +160,11 @@ class DeviceRunner(BucketRunner):
         if self.drafter is not None:
             self.drafter.reset()
 
+    def shrink(self, blocks: int) -> None:
+        """Frees the memory of all blocks behind the first ones, which nobody uses."""
+        for runner in self._both:
+            runner.pool.shrink(runner.pool.layout.segments_for(blocks))
+
     @property
     def last(self) -> jax.Array:
         return self._last if self.leader is None else self.leader.last
