@@ -5,6 +5,7 @@ import os
 import statistics
 import tempfile
 import time
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -55,6 +56,7 @@ class BlockFile:
         self.counts: Counter[str] = Counter()
         self.seconds: deque[float] = deque(maxlen=_OBSERVED)
         self._file = self._past = -1
+        self._open_files: list[Any] = []
         self.close()
 
     def open(self) -> None:
@@ -69,21 +71,19 @@ class BlockFile:
                 self._file = os.dup(file.fileno())
         past = open_direct(f"/proc/self/fd/{self._file}") if self._wants_direct else None
         self._past = -1 if past is None else past
+        self._open_files = [weakref.finalize(self, os.close, f) for f in {self._file, self._past} - {-1}]
         self._readers = ThreadPoolExecutor(self._depth, "moejax-blocks")
 
     def close(self) -> None:
         """Drops the file; the next write makes another one."""
         if self._file >= 0:
             self._readers.shutdown(cancel_futures=True)
-        for file in {self._file, self._past} - {-1}:
-            os.close(file)
+        for file in self._open_files:
+            file()
         self._file = self._past = -1
         self.where: dict[int, Place] = {}
         self._free = list(range(self.places))[::-1]
         self.refuses = False
-
-    def __del__(self) -> None:
-        self.close()
 
     def write(self, slot: int, record: Bytes) -> None:
         """Takes the block of a slot, unless the disk has no room."""
