@@ -406,10 +406,9 @@ class EngineConfig(Checked, section="engine"):
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
-        initial_blocks: the cache has no more blocks than these, up to the end of a segment
-            (`moejax.cache.segments`), grows to the next end instead of having anyone wait or lose its place,
-            up to `max_blocks` or what else `num_blocks` would be, and shrinks when nothing runs; None: it has
-            all from the start, of which the device holds what steps have read.
+        initial_blocks: the cache begins with these, to the end of a segment (`moejax.cache.segments`), grows to
+            the next end instead of having anyone wait or lose its place, up to `max_blocks` (another name of
+            `num_blocks`), and shrinks when nothing runs; None: all are there from the start.
         max_blocks: see `initial_blocks`.
         compact_cache: blocks in use move down to free ones, once they lie twice as high as there are of
             them: a step of XLA's reads the cache up to the highest block in use.
@@ -524,13 +523,11 @@ class EngineConfig(Checked, section="engine"):
                 "counts one row a sequence; use engine.speculation.method=none"
             )
 
-        if self.max_blocks is not None and self.initial_blocks is None:
-            raise ConfigError("engine.max_blocks needs engine.initial_blocks; or use engine.num_blocks")
-        if self.initial_blocks is not None and self.num_blocks is not None:
-            raise ConfigError("engine.initial_blocks does not go with engine.num_blocks; use engine.max_blocks")
-        if self.initial_blocks is not None and self.initial_blocks > (self.max_blocks or self.initial_blocks):
+        if self.max_blocks is not None and self.num_blocks is not None:
+            raise ConfigError("engine.max_blocks and engine.num_blocks say the same; leave one of them null")
+        if (self.initial_blocks or 0) > (self.most_blocks or math.inf):
             raise ConfigError(
-                f"engine.initial_blocks {self.initial_blocks} exceeds engine.max_blocks {self.max_blocks}"
+                f"engine.initial_blocks {self.initial_blocks} exceeds engine.max_blocks {self.most_blocks}"
             )
         if self.experts.resident is not None and self.tiers.device_gb is not None:
             raise ConfigError(

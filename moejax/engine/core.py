@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, get_args
 
-from moejax.cache.disk import Loader
 from moejax.cache.prefix import prefix_stats
 from moejax.core.errors import RequestError, StepError, unknown
 from moejax.core.words import one_line
@@ -31,7 +30,7 @@ from moejax.engine.scheduling.groups import GroupScheduler
 from moejax.engine.scheduling.plan import Draft, Plan, StepPlan
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import State
-from moejax.engine.scheduling.swap import MOVED_AT_A_TIME, swap_stats
+from moejax.engine.scheduling.swap import swap_stats
 from moejax.engine.scheduling.utility import StepTimes, Utility
 from moejax.engine.stats import EngineStats, RebalanceEvent, StepRecord
 from moejax.engine.step.runner import Runner, StepResult
@@ -240,21 +239,6 @@ class Engine:
             **(self.tiers.stats() if self.tiers else {}),
             **(self.store.stats() if self.store else {}),
         }
-
-    def use_store(self, store: Any) -> None:
-        """Has the data-parallel groups ask the store of blocks before they load any, each for its part."""
-        self.store, parts = store, self._parts
-        for group, part in enumerate(parts):
-            part.loader = Loader(store, group * store.slots // len(parts))
-            part.swap.disk_s = part.loader.later_s
-
-    def price(self, move_s: float, load_s: float) -> None:
-        """Tells all data-parallel groups the seconds that `MOVED_AT_A_TIME` blocks take to the host and back,
-        and back alone."""
-        for part in self._parts:
-            part.swap.move_s = move_s
-            if part.loader is not None:
-                part.loader.block_s = load_s / MOVED_AT_A_TIME
 
     def adapt(self, adaptive: AdaptiveBatching) -> None:
         """Has the limits of all data-parallel groups follow a controller's from now on."""

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.cache import disk as module
-from moejax.cache.disk import BlockFile, Loader
+from moejax.cache.disk import BlockFile
 from moejax.cache.store import BlockStore
-from moejax.core.direct_io import ALIGNED
 from moejax.core.errors import OutputError
 from tests.examples import examples
 
@@ -53,8 +52,8 @@ def test_what_was_put_is_got_or_known_to_be_lost(
     """Random budgets, saves and loads, with the disk full, read errors, and bytes that change or are cut."""
     slots = data.draw(st.integers(2, 12))
     rows = data.draw(st.integers(1, slots - 1))
-    store = below(tmp_path_factory.mktemp("blocks"), slots, rows, direct=data.draw(st.booleans()))
-    loader, holds, number = Loader(store), dict[int, int](), 0
+    store = below(tmp_path_factory.mktemp("blocks"), slots, rows)
+    holds, number = dict[int, int](), 0
     file = store.file
     assert file is not None
     some = st.lists(st.integers(0, slots - 1), min_size=1, max_size=slots, unique=True)
@@ -75,13 +74,13 @@ def test_what_was_put_is_got_or_known_to_be_lost(
                 number += len(chosen)
             elif kind == "load":
                 asked = [slot for slot in chosen if slot in holds]
-                loader.begin()
-                lost = loader.lost(asked, wait=True)
+                store.begin()
+                lost = store.lost(asked, wait=True)
                 assert lost is not None
                 for slot in lost:
                     del holds[slot]
                 asked = [slot for slot in asked if slot not in lost]
-                if loader.lost(asked, wait=False) != set() or not asked:
+                if store.lost(asked, wait=False) != set() or not asked:
                     continue
                 if data.draw(st.booleans()):  # what the step saves before it loads
                     free = [s for s in range(slots) if s not in asked][:rows]
@@ -98,17 +97,19 @@ def test_what_was_put_is_got_or_known_to_be_lost(
                 if kind == "cut":
                     os.truncate(file._file, at)
                 elif size:
-                    byte = os.pread(file._file, 1, at)
-                    os.pwrite(file._file, bytes([byte[0] ^ 4]), at)
+                    os.lseek(file._file, at, os.SEEK_SET)
+                    byte = os.read(file._file, 1)
+                    os.lseek(file._file, at, os.SEEK_SET)
+                    os.write(file._file, bytes([byte[0] ^ 4]))
             elif kind == "full":
-                patched.setattr(module, "write_at", failing(errno.ENOSPC))
+                patched.setattr(module.os, "pwrite", failing(errno.ENOSPC))
             elif kind == "unreadable":
-                patched.setattr(module, "read_at", failing(errno.EIO))
+                patched.setattr(module.os, "pread", failing(errno.EIO))
             store.settle()
             store.check_integrity()
             assert store.nbytes <= rows * BYTES
             size = 0 if file._file < 0 else os.fstat(file._file).st_size
-            assert size <= (slots - rows) * -(-BYTES // ALIGNED) * ALIGNED
+            assert size <= (slots - rows) * BYTES
         assert not list(file.folder.iterdir()) if file.folder.exists() else True  # it has no name
         store.reset()
 
@@ -118,24 +119,23 @@ def test_reads_go_on_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(8):
         store.put([number], block(number))
     store.settle()
-    read, gate = module.read_at, threading.Event()
-    monkeypatch.setattr(module, "read_at", lambda *given: (gate.wait(), read(*given))[1])
-    loader = Loader(store)
-    assert loader.lost([0, 1, 7], wait=False) is None and loader.read_s == 0
-    assert loader.on_disk(0) and not loader.on_disk(7)
+    store.begin()  # until then it is there in any case
+    read, gate = os.pread, threading.Event()
+    monkeypatch.setattr(module.os, "pread", lambda *given: (gate.wait(), read(*given))[1])
+    assert store.lost([0, 1, 7], wait=False) is None and store.read_s(9) == 0
+    assert store.on_disk(0) and not store.on_disk(7)
     gate.set()
-    assert loader.lost([0, 1, 7], wait=True) == set() and loader.read_s > 0
-    assert loader.load_s(0) == 0  # it was read
+    assert store.lost([0, 1, 7], wait=True) == set() and store.read_s(9) > 0
+    assert store.load_s(0) == 0  # it was read
     got = store.get([0, 1])
     assert same(got, 0, 0) and same(got, 1, 1)
-    loader.begin()  # who does not load what it wanted has it back where it was
     assert store.stats() | {"store_host_bytes": 0} == {
         "store_host_blocks": 2, "store_host_bytes": 0, "store_disk_written": 8, "store_disk_read": 2,
         "store_disk_lost": 0, "store_disk_refused": 0, "store_disk_blocks": 6,
     }  # fmt: skip
     for _ in range(2):
-        loader.doubt()
-    assert loader.read_s == 0
+        store.doubt()
+    assert store.read_s(9) == 0
     store.reset()
 
 
@@ -144,12 +144,13 @@ def test_another_content_of_a_slot_is_never_taken_for_what_is_being_read(tmp_pat
     for slot in range(3):
         store.put([slot], block(slot))
     store.settle()
-    loader = Loader(store)
-    loader.lost([0], wait=False)
+    store.begin()
+    store.lost([0], wait=False)
     store.put([0], block(9))
     store.put([3], block(3))
     store.settle()
-    assert loader.lost([0], wait=True) == set()
+    store.begin()
+    assert store.lost([0], wait=True) == set()
     assert same(store.get([0]), 0, 9)
     store.reset()
 

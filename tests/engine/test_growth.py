@@ -89,8 +89,7 @@ def test_one_that_needs_more_than_there_are_at_first() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_blocks": 64, "max_blocks": None}, "initial_blocks does not go with engine.num_blocks"),
-        ({"initial_blocks": None}, "max_blocks needs engine.initial_blocks"),
+        ({"num_blocks": 64}, "max_blocks and engine.num_blocks say the same"),
         ({"initial_blocks": 65}, "initial_blocks 65 exceeds engine.max_blocks 64"),
         ({"batching": "static"}, "initial_blocks does not go with engine.batching=static"),
         ({"kernels": "pallas_triton", "block_size": 8}, "initial_blocks does not go with GPU kernels"),

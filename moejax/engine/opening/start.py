@@ -14,7 +14,6 @@ from moejax.cache.disk import BlockFile
 from moejax.cache.pool import block_bytes
 from moejax.cache.store import BlockStore
 from moejax.core.config import EngineConfig, ModelConfig
-from moejax.core.direct_io import ALIGNED
 from moejax.core.errors import ConfigError
 from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig
@@ -87,12 +86,15 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
         engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
-    if isinstance(runner, DeviceRunner) and runner.store_slots:
-        if runner.store.file is not None and not absent:
-            runner.store.file.open()  # or nothing is opened
-        engine.use_store(runner.store)
-    if not absent and "auto" in (config.preemption, resolved.prefix_cache.load):
-        engine.price(*time_to_move(runner))
+    prices = "auto" in (config.preemption, resolved.prefix_cache.load) and not absent and runner.store_slots
+    move_s, load_s = time_to_move(runner) if prices else (0.0, 0.0)
+    for swap in engine.scheduler.swaps:
+        swap.move_s = move_s
+    if isinstance(runner, DeviceRunner) and isinstance(engine.scheduler, Scheduler) and runner.store_slots:
+        engine.store = engine.scheduler.store = store = runner.store
+        store.block_s, engine.scheduler.swap.disk_s = load_s / MOVED_AT_A_TIME, store.read_s
+        if store.file is not None and not absent:
+            store.file.open()  # or no engine is
     return Started(engine, runner, blocks)
 
 
@@ -133,8 +135,8 @@ def make_runner(
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
-    sizes = store_sizes(resolved, cache)
-    slots = sizes.prefixes + sizes.swapped
+    prefixes, swapped, places = store_slots(resolved, cache)
+    slots = prefixes + swapped
     runner: DeviceRunner | PipelineRunner
     if len(stages) > 1:
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
@@ -145,13 +147,10 @@ def make_runner(
             runner = TieredRunner(functions, *common, **one, tiers=weights.tiers)
         else:
             runner = DeviceRunner(functions, *common, **one)
-        if sizes.places:
-            tiers, groups = resolved.engine.tiers, runner.groups
+        if places:
+            tiers = resolved.engine.tiers
             folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "blocks"
-            file = BlockFile(
-                folder, sizes.places * groups, queue_depth=tiers.queue_depth, direct=tiers.direct
-            )
-            runner.store = BlockStore(slots * groups, sizes.rows * groups, file)
+            runner.store = BlockStore(slots, slots - places, BlockFile(folder, places, tiers.queue_depth))
         if resolved.draft is not None and draft is not None:
             # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
             kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)
@@ -191,41 +190,31 @@ def planning_engine(resolved: ResolvedEngine, cache: CacheSpec, steps: PlannedSt
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
-    sizes = store_sizes(resolved, cache)
+    slots, swapped, _ = store_slots(resolved, cache)
     return scheduler_of(
         resolved.engine,
         cache.num_blocks,
         groups=resolved.places[0].groups,
         policy=resolved.policy,
         prefixes=resolved.prefix_cache,
-        slots=sizes.prefixes,
-        swapped=sizes.swapped,
+        slots=slots,
+        swapped=swapped,
         shared=resolved.kernels != "xla",
         window=(cache.window, cache.window_blocks) if cache.window else None,
     )
 
 
-class StoreSizes(NamedTuple):
-    """Blocks of each data-parallel group that the store has room for: of remembered `prefixes` and of `swapped`
-    sequences; together, `rows` in the host's memory and `places` in a file."""
-
-    prefixes: int
-    swapped: int
-    rows: int
-    places: int
-
-
-def store_sizes(resolved: ResolvedEngine, cache: CacheSpec) -> StoreSizes:
-    """Returns how many blocks the store below the device has room for.
+def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int, int]:
+    """Returns how many blocks of each data-parallel group the host's store has room for: of remembered
+    prefixes, and of sequences that were preempted; and how many of them all are in a file.
 
     Raises:
-        ConfigError: the host's memory, or the file, has room for none.
+        ConfigError: it has room for none.
     """
     engine, remembered = resolved.engine, resolved.prefix_cache
     size = block_bytes(resolved.config, cache.block_size, cache.dtype)
-    padded = -(-size // ALIGNED) * ALIGNED
 
-    def slots(used: bool, key: str, memory_gb: float, size: int = size) -> int:
+    def slots(used: bool, key: str, memory_gb: float) -> int:
         count = int(memory_gb * 1e9 // (size * resolved.places[0].groups)) if used else 0
         if used and count < 1:
             raise ConfigError(
@@ -235,15 +224,15 @@ def store_sizes(resolved: ResolvedEngine, cache: CacheSpec) -> StoreSizes:
         return count
 
     remembers, swaps = remembered.enabled and remembered.place == "host", engine.preemption != "recompute"
-    host = (
-        slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb),
-        slots(swaps, "swap_memory_gb", engine.swap_memory_gb),
+    on_disk = (
+        slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb),
+        slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb),
     )
-    disk = (
-        slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb, padded),
-        slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb, padded),
+    return (
+        slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb) + on_disk[0],
+        slots(swaps, "swap_memory_gb", engine.swap_memory_gb) + on_disk[1],
+        sum(on_disk),
     )
-    return StoreSizes(host[0] + disk[0], host[1] + disk[1], sum(host), sum(disk))
 
 
 def time_to_move(runner: DeviceRunner | PipelineRunner) -> tuple[float, float]:
@@ -251,7 +240,7 @@ def time_to_move(runner: DeviceRunner | PipelineRunner) -> tuple[float, float]:
     store and back takes, and those that the way back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
     if isinstance(runner, DeviceRunner):
-        most = min(most, runner.store.rows // runner.groups)
+        most = min(most, runner.store.rows)
     pairs = [(place, place) for place in range(most)]
     least = []
     for saves in (pairs, []):
@@ -296,8 +285,7 @@ def cache_blocks(
     """
     split = parallel.kv_split(config.num_kv_heads)
     kinds, block = config.cache_kinds(window), (config, engine.block_size, kv_dtype or config.dtype, split)
-    key = "engine.num_blocks" if engine.initial_blocks is None else "engine.max_blocks"
-    size = block_bytes(*block, layers=kinds.count("blocks")) + with_each
+    key, size = "engine.num_blocks", block_bytes(*block, layers=kinds.count("blocks")) + with_each
     # Codes of a block of one layer, where there are kernels that must index them.
     codes = 0
     if kernels != "xla" and kv_dtype in KV_CODE_BYTES:

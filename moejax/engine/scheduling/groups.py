@@ -218,19 +218,17 @@ def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: st
 def check_cache_tiers(engine: EngineConfig, parallel: ParallelConfig, prefixes: PrefixCacheConfig) -> None:
     """Raises `ConfigError` where blocks cannot lie on disk, or nobody can tell what loading them takes; the
     place of `prefixes` is decided."""
-    below = {
-        f"parallel.pp={parallel.pp}, whose stages load blocks at times of their own": parallel.pp > 1,
+    refusals = {
+        "several devices": not parallel.is_single,
         "engine.speculation.method=draft, whose model has blocks of its own": (
             engine.speculation.method == "draft"
         ),
     }
-    remembers, swaps = prefixes.enabled, engine.preemption != "recompute"
-    on_device = {"engine.prefix_cache.place=device, which has nothing in the host's memory": (
-        prefixes.place == "device"
-    )}
-    refuse("engine.prefix_cache.disk_gb", remembers and prefixes.disk_gb > 0, below | on_device)
-    refuse("engine.swap_disk_gb", swaps and engine.swap_disk_gb > 0, below)
-    refuse("engine.prefix_cache.load=auto", remembers and prefixes.load == "auto", below | on_device)
+    swaps = engine.preemption != "recompute" and engine.swap_disk_gb > 0
+    refuse("engine.swap_disk_gb", swaps, refusals)
+    refusals["engine.prefix_cache.place=device, which keeps nothing there"] = prefixes.place == "device"
+    refuse("engine.prefix_cache.disk_gb", prefixes.enabled and prefixes.disk_gb > 0, refusals)
+    refuse("engine.prefix_cache.load=auto", prefixes.enabled and prefixes.load == "auto", refusals)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

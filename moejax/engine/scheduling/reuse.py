@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from moejax.cache.disk import Loader
 from moejax.cache.prefix import NOTHING, Match, Node
+from moejax.cache.store import BlockStore
 from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 
@@ -18,8 +18,8 @@ def find(scheduler: Any, sequence: Sequence) -> Match:
     if sequence.swapped or sequence.imported:  # what is not in place is brought there
         match, had = match.in_place(), sequence.preempted_at if sequence.swapped else sequence.imported
         match = match._replace(tokens=max(match.tokens, had))
-    elif prefixes.config.load == "auto" and scheduler.loader is not None:
-        match = worth_loading(match, scheduler.swap.recompute_s(1), scheduler.loader)
+    elif prefixes.config.load == "auto" and scheduler.store is not None:
+        match = worth_loading(match, scheduler.swap.recompute_s(1), scheduler.store)
     # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
     return match if scheduler.blocks_short(sequence, match) <= 0 else match.whole()
 
@@ -30,44 +30,38 @@ def _loaded(match: Match) -> list[Node]:
     return [*nodes, match.partial] if match.partial and match.partial.slot is not None else nodes
 
 
-def worth_loading(match: Match, token_s: float, loader: Loader) -> Match:
-    """Returns as much of a match as is expected to be there sooner than it is computed.
-
-    Args:
-        token_s: seconds that computing a token of a prompt takes; 0 where that is not known.
-    """
+def worth_loading(match: Match, token_s: float, store: BlockStore) -> Match:
+    """Returns as much of a match as is expected to be there sooner than it is computed, at `token_s` seconds a
+    token; all of it where that is not known."""
     away, best, lead, keep = set(_loaded(match)), 0.0, 0.0, 0
-    if not token_s or not away:
-        return match
     for number, node in enumerate(match.path, 1):
         tokens = match.extra if node is match.partial else len(node.tokens)
-        lead += tokens * token_s - (loader.load_s(node.slot or 0) if node in away else 0.0)
+        lead += tokens * token_s - (store.load_s(node.slot or 0) if node in away else 0.0)
         if lead >= best:
             best, keep = lead, number
-    if keep == len(match.path):
+    if keep == len(match.path) or not token_s:
         return match
     nodes = match.nodes[:keep]
     return Match(nodes, None, 0, sum(len(node.tokens) for node in nodes), match.shared)
 
 
-def brought(scheduler: Any, sequence: Sequence, match: Match, loader: Loader) -> bool | None:
-    """Tells whether all that a sequence will load can be loaded in the next step. Not yet: False, or it waits
-    where nothing else runs. Never: None, and what is lost is forgotten, so that less is found."""
-    prefixes, swap = scheduler.prefixes, scheduler.swap
-    nodes = {node.slot: node for node in _loaded(match)}
-    swapped = sequence.swapped[len(match.nodes) :]
-    if swapped and swap.mode == "auto":
-        if 0 < swap.recompute_s(sequence.preempted_at) < sum(map(loader.load_s, swapped)):
-            swap.give_up(sequence)
-            loader.doubt()
-            return None
-    coming = {*(prefixes.saves if prefixes is not None else ()), *swap.saves}  # in this step
-    there = [slot for slot in (*nodes, *swapped) if slot not in coming]
-    lost = loader.lost(there, wait=not scheduler.running)
-    loader.want(coming.intersection([*nodes, *swapped]))
+def brought(scheduler: Any, sequence: Sequence, match: Match, store: BlockStore) -> bool | None:
+    """Tells whether the next step can load all that a sequence will. Not yet: False, or it waits where nothing
+    else runs. Never: None, and what is lost is forgotten, so that less is found."""
+    swap, saved = scheduler.swap, set(scheduler.swap.saves)  # before anything is loaded
+    if scheduler.prefixes is not None:
+        saved |= scheduler.prefixes.saves.keys()
+    nodes = {node.slot: node for node in _loaded(match) if node.slot not in saved}
+    swapped = [slot for slot in sequence.swapped[len(match.nodes) :] if slot not in saved]
+    sooner = swapped and swap.mode == "auto" and swap.recompute_s(sequence.preempted_at)
+    if sooner and sooner < sum(map(store.load_s, swapped)):
+        store.doubt()
+        swap.give_up(sequence)
+        return None
+    lost = store.lost([*nodes, *swapped], wait=not scheduler.running)
     for slot in lost or ():
         if slot in nodes:
-            prefixes.lose(nodes[slot])
+            scheduler.prefixes.lose(nodes[slot])
     if lost and not lost.isdisjoint(swapped):
         swap.give_up(sequence)
     return False if lost is None else None if lost else True
@@ -77,9 +71,12 @@ def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:
     """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
     allocator, prefixes = scheduler.allocator, scheduler.prefixes
     blocks, match = sequence.blocks, scheduler.match(sequence)
-    found = match.tokens
-    if prefixes.config.load == "auto" and match.tokens and not sequence.swapped:
-        found = prefixes.match(sequence.identity, sequence.tokens[:-1]).tokens
+    store = scheduler.store
+    if prefixes.config.load == "auto" and store is not None and sequence.not_looked_up is None:
+        found = prefixes.match(sequence.identity, sequence.tokens[:-1])
+        if not sequence.swapped and len(found.nodes) > len(match.nodes):
+            prefixes.counts["not_loaded_tokens"] += found.tokens - match.tokens
+            store.doubt()
     taken = {node: node.block for node in match.nodes if node.block is not None and match.takes(node)}
     copied = [node.block for node in match.path if node.block is not None and node not in taken]
     for block in (*taken.values(), *copied):
@@ -89,14 +86,11 @@ def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:
         (block,) = allocator.grow(blocks, (len(blocks) + 1) * allocator.block_size)
         return int(block)
 
-    def below(node: Node) -> str:
-        on_disk = scheduler.loader is not None and scheduler.loader.on_disk(node.slot)
-        return "disk" if on_disk and node.slot not in prefixes.saves else "host"
-
     sources, mine = Counter[str](), True
     for node in match.nodes:
-        source = "device" if node in taken or node.slot is None else below(node)
-        sources[source] += len(node.tokens)
+        on_disk = store is not None and store.on_disk(node.slot) and node.slot not in prefixes.saves
+        source = "disk" if on_disk else "host"
+        sources["device" if node in taken or node.slot is None else source] += len(node.tokens)
         if node in taken:
             blocks.append(taken[node])
             continue
@@ -111,7 +105,4 @@ def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:
     sequence.computed = sequence.cached = match.tokens
     prefixes.use(match)
     again = sequence.preemptions > 0 or sequence.generated > 0  # resumed
-    if found > match.tokens:
-        prefixes.counts["not_loaded_tokens"] += found - match.tokens
-        scheduler.loader.doubt()
     prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, again)

@@ -16,8 +16,8 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
-from moejax.cache.disk import Loader
 from moejax.cache.prefix import Match, PrefixTree
+from moejax.cache.store import BlockStore
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import KvPolicyConfig
 from moejax.engine.scheduling.eviction import Eviction
@@ -80,7 +80,7 @@ class Scheduler:
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
         self.compacts = self._loose = False  # blocks move down; they may lie apart, since somebody has left
-        self.loader: Loader | None = None  # of the store that its slots are in
+        self.store: BlockStore | None = None  # that its slots are in, where a step's blocks may be lost
         self.admits = True  # else only who has run before comes in again
 
     @property
@@ -184,8 +184,8 @@ class Scheduler:
         """Begins a step."""
         self.policy.tick()
         self._ranked = False
-        if self.loader is not None:
-            self.loader.begin()
+        if self.store is not None:
+            self.store.begin()
         for sequence in self._chunked:  # before others want blocks
             self.eviction.trim(sequence)
 
@@ -494,7 +494,7 @@ class Scheduler:
         most = sum(self._whole(s) * s.samples for s in (*self.running, sequence)) if short + reserve > 0 else 0
         if most > self.allocator.num_blocks:
             return False
-        there = self.loader is None or brought(self, sequence, match, self.loader)
+        there = self.store is None or brought(self, sequence, match, self.store)
         return self._room(sequence, slots) if there is None else there
 
     @property

@@ -208,6 +208,7 @@ class DeviceRunner(BucketRunner):
         for runner in self._both:
             runner.move(plan)
             runner.store.settle()
+            runner.store.begin()
 
     def move(self, plan: Plan) -> None:
         """Copies blocks to the host's store, then others from there."""
@@ -251,7 +252,7 @@ class DeviceRunner(BucketRunner):
                 ids[: len(part)] = part
                 pages = self.pool.take_segment(int(z))
                 if saving:
-                    self.store.put(into, program(pages, ids))
+                    self.store.put(into, jax.tree.leaves(program(pages, ids)))
                 else:
                     padded = self.store.get(into + into[:1] * (most - len(into)))
                     new = jax.tree.unflatten(jax.tree.structure(pages), padded)

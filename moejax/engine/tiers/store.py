@@ -6,6 +6,7 @@ that one read fetches it, past the operating system's cache where the file syste
 
 import contextlib
 import math
+import mmap
 import os
 import threading
 import uuid
@@ -17,13 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moejax.core.direct_io import ALIGNED, Bytes, aligned, open_direct, read_at, write_at
 from moejax.core.errors import CheckpointError, OutputError, os_errors
 from moejax.core.files import canonical_json
 from moejax.engine.tiers.codes import CODECS, FLOATS, Codec
 
+ALIGNED = 4096
+"""Bytes that positions, lengths and buffers of unbuffered reads are multiples of."""
 _MAGIC = b"moejax experts 1\n"
+
+Bytes = NDArray[np.uint8]
 
 
 class Leaf(NamedTuple):
@@ -201,8 +206,11 @@ class DiskStore:
             raise
 
     def _put(self, data: Bytes, at: int) -> None:
+        left = data.data
         with self._writing():
-            write_at(self._file, data, at)
+            while left:
+                done = os.pwrite(self._file, left, at)
+                left, at = left[done:], at + done
 
     def _open(self) -> bool:
         """Opens the file to be read; False where there is none of this content."""
@@ -218,9 +226,16 @@ class DiskStore:
             return False
         self._sums = np.frombuffer(sums, np.uint32).reshape(self._sums.shape)
         self._file = file
-        if self._wanted_direct and (past := open_direct(self.path, self._first)) is not None:
-            os.close(file)
-            self._file, self.direct = past, True
+        if self._wanted_direct and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # tmpfs and network file systems know no such thing
+                past = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+                try:
+                    os.preadv(past, [_aligned(ALIGNED).data], self._first)
+                except OSError:
+                    os.close(past)
+                else:
+                    os.close(file)
+                    self._file, self.direct = past, True
         self._readers = ThreadPoolExecutor(self._depth, "moejax-experts")
         return True
 
@@ -242,10 +257,15 @@ class DiskStore:
 
     def _read(self, index: int) -> Bytes:
         records = self.records
-        buffer, at = aligned(records.stride), self._first + index * records.stride
+        buffer = _aligned(records.stride)
+        at, done = self._first + index * records.stride, 0
         what = f"{self.path}: expert {index}"
         with os_errors(CheckpointError, f"cannot read {what}"):
-            done = read_at(self._file, buffer, at)
+            while done < records.stride:
+                count = os.preadv(self._file, [buffer[done:].data], at + done)
+                if not count:
+                    break
+                done += count
             if not self.direct:
                 os.posix_fadvise(self._file, at, records.stride, os.POSIX_FADV_DONTNEED)
         record = buffer[: records.nbytes]
@@ -287,6 +307,11 @@ Store = HostStore | DiskStore
 
 def _bytes(value: np.ndarray) -> Bytes:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _aligned(size: int) -> Bytes:
+    """Returns memory that begins at a page, as unbuffered reads need it."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def _remove_left_over(path: Path) -> None:
