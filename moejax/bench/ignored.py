@@ -9,9 +9,10 @@ _SWITCHES = ("kind", "enabled", "iterations")  # which leave the rest of their s
 
 # A section, names of its fields, the condition on the configuration in which nothing reads them, and why.
 _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
-    ("engine", "kv_cache_memory_gb", lambda c: c.engine.most_blocks, "the number of blocks is given"),
+    ("engine", "kv_cache_memory_gb", lambda c: c.engine.num_blocks, "engine.num_blocks is given"),
     ("engine.static_batching", "*", lambda c: c.engine.batching != "static", "for batching=static"),
-    ("engine", "swap_memory_gb swap_disk_gb", lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
+    ("engine", "swap_memory_gb swap_disk_gb",
+        lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
     ("engine", "autotune_budget_s", lambda c: c.engine.autotune != "measure", "for autotune=measure"),
     ("engine.adaptive_batching", "*", lambda c: not c.engine.adaptive_batching.enabled, "limits are fixed"),
     ("engine.adaptive_batching", "sizes", lambda c: c.engine.seq_buckets, "engine.seq_buckets are given"),
@@ -36,9 +37,11 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.experts", "prefetch", lambda c: c.engine.experts.tier != "disk", "for tier=disk"),
     ("engine.experts", "a2cr", lambda c: "a2cr" not in c.engine.experts.policy, "for policy=a2cr"),
     ("engine.experts", "low_bits_below", lambda c: c.engine.experts.miss != "low_bits", "for miss=low_bits"),
-    ("engine.tiers", "host_gb codes", lambda c: not c.engine.experts_in_tiers, "all experts are on the device"),
+    ("engine.tiers", "host_gb codes",
+        lambda c: not c.engine.experts_in_tiers, "all experts are on the device"),
     ("engine.tiers", "disk_dir queue_depth direct",
-        lambda c: not c.engine.on_disk, "neither experts nor blocks of the cache are on disk"),
+        lambda c: c.engine.experts.tier != "disk"
+        and not (c.engine.prefix_cache.disk_gb or c.engine.swap_disk_gb), "nothing is on disk"),
     ("engine", "tile_tokens", lambda c: c.engine.deterministic == "none", "nothing is tiled"),
     ("engine", "verify_every verified_share",
         lambda c: c.engine.deterministic != "verified", "for deterministic=verified"),

@@ -35,17 +35,12 @@ class BlockAllocator:
     """`num_blocks` blocks of `block_size` tokens, with reference counts.
 
     Block tables are plain lists owned by the sequences; a method that changes one keeps the counts in step.
-    `prefixes` remembers what blocks hold that no table holds any more; None: nothing is remembered. Where
-    there are several `ends`, rising to `num_blocks`, there are `made` blocks at a time: as many as the first of
-    them at first, as the next when the pool is to `extend`.
+    `prefixes` remembers what blocks hold that no table holds any more; None: nothing is remembered. There are
+    `made` blocks at a time: as many as the first of `ends`, which rise to `num_blocks`, or as a later one.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        prefixes: PrefixTree | None = None,
-        ends: Sequence[int] = (),
+        self, num_blocks: int, block_size: int, prefixes: PrefixTree | None = None, ends: Sequence[int] = ()
     ) -> None:
         self.num_blocks = num_blocks
         self._ends = list(ends) or [num_blocks]
@@ -71,17 +66,14 @@ class BlockAllocator:
         """Has the pool grow while so many blocks are short; returns how many are then."""
         while short > 0 and self.made < self.num_blocks:
             end = next(end for end in self._ends if end > self.made)
-            for block in range(self.made, end):
-                heapq.heappush(self._free, block)
-            short -= end - self.made
-            self.made = end
+            self._free = sorted([*self._free, *range(self.made, end)])  # a heap, too
+            short, self.made = short - (end - self.made), end
         return short
 
     def retract(self) -> int:
         """Has the pool shrink as far as nothing is used or kept; returns its blocks."""
-        held = (block for block in range(self.made) if self._refcount[block] or block in self._kept)
-        last = max(held, default=0)
-        self.made = next(end for end in self._ends if end > last)
+        held = max((b for b in range(self.made) if self._refcount[b] or b in self._kept), default=0)
+        self.made = next(end for end in self._ends if end > held)
         self._free = sorted(block for block in self._free if block < self.made)
         return self.made
 

@@ -2,24 +2,98 @@
 `moejax.cache.prefix` and `moejax.engine.scheduling.swap` give slots. No JAX here."""
 
 import math
+import os
 import statistics
+import tempfile
 import time
-from collections import OrderedDict, deque
+import weakref
+import zlib
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moejax.cache.disk import BlockFile, Bytes, Place
-from moejax.core.errors import OutputError
+from moejax.core.errors import OutputError, os_errors
 
 _OBSERVED = 8  # newest reads by which time is predicted
 
+Bytes = NDArray[np.uint8]
+Reading = Future[tuple[Bytes | None, float]]
+"""The promise of a block, None where it is lost, and of the time when it was read."""
+
+
+class BlockFile:
+    """At most `places` blocks in a temporary file without a name: whatever becomes of the process, nothing
+    of it stays on the disk. A block that cannot be read, or whose checksum is another one, is lost. After a write
+    that failed no more are taken.
+
+    Attributes:
+        where: slot → its place, and its checksum.
+        counts: blocks `written`, `read`, `lost` and `refused`.
+    """
+
+    def __init__(self, folder: Path, places: int, queue_depth: int = 4) -> None:
+        self.folder, self.places, self._depth = folder, places, queue_depth
+        self.counts: Counter[str] = Counter()
+        self._file = -1
+        self.close()
+
+    def open(self) -> None:
+        """Makes the file. Raises `OutputError` where the folder cannot be written."""
+        with os_errors(OutputError, f"engine.tiers.disk_dir: cannot write {self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
+                self._file = os.dup(file.fileno())
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._readers = ThreadPoolExecutor(self._depth, "moejax-blocks")
+
+    def close(self) -> None:
+        """Drops the file; the next write makes another one."""
+        if self._file >= 0:
+            self._readers.shutdown(cancel_futures=True)
+            self._closing()
+        self._file, self.refuses = -1, False
+        self.where: dict[int, tuple[int, int]] = {}
+        self._free = list(range(self.places))[::-1]
+
+    def write(self, slot: int, record: Bytes) -> None:
+        """Takes the block of a slot, unless the disk has no room."""
+        try:
+            if self._file < 0:
+                self.open()
+            size = record.nbytes
+            self.refuses |= os.pwrite(self._file, record.data, self._free[-1] * size) < size
+        except OSError:
+            self.refuses = True
+        if not self.refuses:
+            self.where[slot] = self._free.pop(), zlib.crc32(record.data)
+        self.counts["refused" if self.refuses else "written"] += 1
+
+    def read(self, slot: int, size: int) -> Reading:
+        """Starts to read a slot's block."""
+        return self._readers.submit(self._read, *self.where[slot], size)
+
+    def _read(self, place: int, crc: int, size: int) -> tuple[Bytes | None, float]:
+        try:
+            data = os.pread(self._file, size, place * size)
+        except OSError:
+            data = b""
+        whole = len(data) == size and zlib.crc32(data) == crc
+        return np.frombuffer(data, np.uint8) if whole else None, time.perf_counter()
+
+    def forget(self, slot: int) -> None:
+        """Frees the place of a slot, if it has one."""
+        if (place := self.where.pop(slot, None)) is not None:
+            self._free.append(place[0])
+
 
 class BlockStore:
-    """`slots` blocks, of which `rows` are in the host's memory (None: all), the others in a `file`. A row is a
-    block: of each array of each layer's segments its part, with all heads, one after another.
+    """`slots` blocks, of which `rows` are in the host's memory (None: all), the others in a `file`. A row is
+    a block: of each array of each layer's segments its part, with all heads, one after another.
 
     What comes is copied once it is there (`settle`), so that nobody waits for the device. The block that was
     put or loaded the longest ago leaves its row for the file, and gets one again when it is loaded. What was
@@ -43,7 +117,7 @@ class BlockStore:
         self._row: OrderedDict[int, int] = OrderedDict()  # of each slot; the one used last at the end
         self._free = list(range(self.rows))[::-1]
         self._held: dict[int, Bytes] = {}
-        self._reading: dict[tuple[int, Place], Future[tuple[Bytes | None, float]]] = {}
+        self._reading: dict[tuple[int, tuple[int, int]], Reading] = {}
         if self.file is not None:
             self.file.close()
 
@@ -73,9 +147,7 @@ class BlockStore:
         for each, size in zip(like, sizes, strict=True):
             shape, strides = each.shape[1:], np.empty(each.shape[1:], each.dtype).strides
             self._arrays.append(
-                np.ndarray(
-                    (self.rows, *shape), each.dtype, self._memory.data, start, (sum(sizes), *strides)
-                )
+                np.ndarray((self.rows, *shape), each.dtype, self._memory.data, start, (sum(sizes), *strides))
             )
             start += size
 
@@ -98,7 +170,7 @@ class BlockStore:
         for slot in slots:
             if slot not in self._row:
                 record = self._held.get(slot)
-                if record is None and self.file is not None and slot in self.file.where:
+                if record is None and self.file is not None and self.on_disk(slot):
                     record = self.file.read(slot, self._memory.shape[1]).result()[0]
                 if record is None:
                     raise OutputError(f"block {slot} of the cache is lost")
@@ -133,18 +205,10 @@ class BlockStore:
         """Tells whether a slot's block is in the file, read or not."""
         return self.file is not None and slot in self.file.where
 
-    @property
-    def _each_s(self) -> float:
-        """Seconds that reading a block takes, by the last reads; 0 before the first."""
-        return statistics.median(self._read_s) if self._read_s else 0.0
-
     def load_s(self, slot: int) -> float:
-        """Predicts the seconds that loading a slot's block takes."""
-        return self.block_s + (0.0 if self.in_memory(slot) else self._each_s)
-
-    def read_s(self, blocks: int) -> float:
-        """Predicts the seconds that reading so many blocks takes that are put now: none while rows are free."""
-        return 0.0 if blocks <= len(self._free) else blocks * self._each_s
+        """Predicts the seconds that loading a slot's block takes; of what nobody has measured 0."""
+        reads = bool(self._read_s) and not self.in_memory(slot)
+        return self.block_s + (statistics.median(self._read_s) if reads else 0.0)
 
     def doubt(self) -> None:
         """Forgets the oldest measurement: who computes instead of loading would never measure again."""
@@ -156,18 +220,16 @@ class BlockStore:
         self._held.clear()
 
     def lost(self, slots: Sequence[int], wait: bool) -> set[int] | None:
-        """Starts to read those of these slots that are not in memory. Returns those that are lost once the next
-        step can load all others; None until then, unless it is to `wait`."""
+        """Starts to read those of these slots that are not in memory. Returns those that are lost, once the
+        next step can load all others; None until then, unless it is to `wait`."""
         file, away = self.file, {slot for slot in slots if not self.in_memory(slot)}
         if file is None:
             return set()
-        before, size = {key: read for key, read in self._reading.items() if not read.cancelled()}, self._memory
+        before, size = self._reading, self._memory.shape[1]
         found = {(slot, file.where[slot]) for slot in away if slot in file.where}
-        if found.isdisjoint(before):
+        if not found <= before.keys():
             self._began = time.perf_counter()
-        self._reading = {
-            key: before[key] if key in before else file.read(key[0], size.shape[1]) for key in found
-        }
+        self._reading = {key: before.get(key) or file.read(key[0], size) for key in found}
         if not wait and not all(read.done() for read in self._reading.values()):
             return None
         reads = {slot: read.result() for (slot, _), read in self._reading.items()}
@@ -186,15 +248,15 @@ class BlockStore:
         """Returns what `LLM.stats` tells of it."""
         told = {"store_host_blocks": len(self._row), "store_host_bytes": self.nbytes}
         if self.file is not None:
-            names = ("written", "read", "lost", "refused")
-            told |= {f"store_disk_{name}": self.file.counts[name] for name in names}
+            for name in ("written", "read", "lost", "refused"):
+                told[f"store_disk_{name}"] = self.file.counts[name]
             told["store_disk_blocks"] = len(self.file.where)
         return told
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless each row and place is free or one slot's, and each slot's one."""
-        where = {slot: place.number for slot, place in self.file.where.items()} if self.file else {}
-        places = [*self.file._free, *where.values()] if self.file else []
+        where = self.file.where if self.file else {}
+        places = [*self.file._free, *(place for place, _ in where.values())] if self.file else []
         if sorted([*self._free, *self._row.values()]) != list(range(self.rows)):
             raise AssertionError(f"rows {self._free} and {self._row} are not each of {self.rows} once")
         if sorted(places) != list(range(len(places))) or self._row.keys() & where.keys():

@@ -406,10 +406,9 @@ class EngineConfig(Checked, section="engine"):
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
-        initial_blocks: the cache begins with these, to the end of a segment (`moejax.cache.segments`), grows to
-            the next end instead of having anyone wait or lose its place, up to `max_blocks` (another name of
-            `num_blocks`), and shrinks when nothing runs; None: all are there from the start.
-        max_blocks: see `initial_blocks`.
+        initial_blocks: the cache begins with these, to the end of a segment (`moejax.cache.segments`), grows
+            to the next end instead of having anyone wait or lose its place, and shrinks when nothing runs;
+            None: all are there from the start.
         compact_cache: blocks in use move down to free ones, once they lie twice as high as there are of
             them: a step of XLA's reads the cache up to the highest block in use.
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
@@ -472,7 +471,6 @@ class EngineConfig(Checked, section="engine"):
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
     initial_blocks: PositiveInt | None = None
-    max_blocks: PositiveInt | None = None
     compact_cache: bool = False
     kv_cache_memory_gb: PositiveNumber | None = None
     deterministic: Literal["none", "tiles", "verified"] = "none"
@@ -523,12 +521,8 @@ class EngineConfig(Checked, section="engine"):
                 "counts one row a sequence; use engine.speculation.method=none"
             )
 
-        if self.max_blocks is not None and self.num_blocks is not None:
-            raise ConfigError("engine.max_blocks and engine.num_blocks say the same; leave one of them null")
-        if (self.initial_blocks or 0) > (self.most_blocks or math.inf):
-            raise ConfigError(
-                f"engine.initial_blocks {self.initial_blocks} exceeds engine.max_blocks {self.most_blocks}"
-            )
+        if (first := self.initial_blocks or 0) > (self.num_blocks or first):
+            raise ConfigError(f"engine.initial_blocks {first} exceeds engine.num_blocks {self.num_blocks}")
         if self.experts.resident is not None and self.tiers.device_gb is not None:
             raise ConfigError(
                 "engine.experts.resident and engine.tiers.device_gb both say how many experts have a slot; "
@@ -545,18 +539,6 @@ class EngineConfig(Checked, section="engine"):
         """Tells whether not all experts are to have a slot on the device."""
         share = self.experts.resident
         return self.tiers.device_gb is not None or (share is not None and share < 1)
-
-    @property
-    def most_blocks(self) -> int | None:
-        """Returns the blocks of the cache that are asked for."""
-        return self.num_blocks or self.max_blocks
-
-    @property
-    def on_disk(self) -> bool:
-        """Tells whether experts or blocks of the cache may be."""
-        blocks = self.prefix_cache.enabled and self.prefix_cache.disk_gb > 0
-        swapped = self.preemption != "recompute" and self.swap_disk_gb > 0
-        return blocks or swapped or (self.experts_in_tiers and self.experts.tier == "disk")
 
     @property
     def max_rows(self) -> int:

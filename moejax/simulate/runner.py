@@ -113,7 +113,8 @@ def simulated_engine(
         ConfigError: the policy does not go with the rest.
     """
     clock, prefixes = VirtualClock(), config.prefix_cache
-    refuse("a simulated engine", config.on_disk, {"blocks of the cache on disk; leave the keys 0": True})
+    below = prefixes.disk_gb + config.swap_disk_gb
+    refuse("a simulated engine", True, {"engine.prefix_cache.disk_gb and swap_disk_gb; leave them 0": below})
     place = "device" if prefixes.place == "auto" else prefixes.place
     policy = make_policy(config, clock=clock)
     slots = [

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.cache import disk as module
-from moejax.cache.disk import BlockFile
-from moejax.cache.store import BlockStore
+from moejax.cache import store as module
+from moejax.cache.store import BlockFile, BlockStore
 from moejax.core.errors import OutputError
 from tests.examples import examples
 
@@ -122,10 +121,10 @@ def test_reads_go_on_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.Monk
     store.begin()  # until then it is there in any case
     read, gate = os.pread, threading.Event()
     monkeypatch.setattr(module.os, "pread", lambda *given: (gate.wait(), read(*given))[1])
-    assert store.lost([0, 1, 7], wait=False) is None and store.read_s(9) == 0
+    assert store.lost([0, 1, 7], wait=False) is None and store.load_s(0) == 0
     assert store.on_disk(0) and not store.on_disk(7)
     gate.set()
-    assert store.lost([0, 1, 7], wait=True) == set() and store.read_s(9) > 0
+    assert store.lost([0, 1, 7], wait=True) == set() and store.load_s(2) > 0
     assert store.load_s(0) == 0  # it was read
     got = store.get([0, 1])
     assert same(got, 0, 0) and same(got, 1, 1)
@@ -135,7 +134,7 @@ def test_reads_go_on_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.Monk
     }  # fmt: skip
     for _ in range(2):
         store.doubt()
-    assert store.read_s(9) == 0
+    assert store.load_s(0) == 0
     store.reset()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, ParallelConfig, QuantConfig
-from moejax.cache import disk
+from moejax.cache import store as disk
 from moejax.cache.pool import block_bytes
 from moejax.cache.store import BlockStore
 from moejax.core.config import PrefixCacheConfig, SpeculationConfig
@@ -108,7 +108,9 @@ def test_every_kind_of_cache_comes_back_bit_for_bit(
     stats = swaps.stats()
     assert stats["store_disk_read"] > 0 == stats["store_disk_lost"]
     assert stats["store_host_bytes"] <= 6 * size
-    want = swapped_outcome(make(dataclasses.replace(ENGINE, num_blocks=64, block_buckets=[64])), sampled=False)
+    want = swapped_outcome(
+        make(dataclasses.replace(ENGINE, num_blocks=64, block_buckets=[64])), sampled=False
+    )
     same = [a == b for a, b in zip(got, want, strict=True)]
     assert all(same) if kv_cache == "auto" else np.mean(same) > 0.8
     for llm in (plain, swaps):
@@ -203,7 +205,9 @@ def test_random_budgets_policies_and_faults(
         queue_depth=int(rng.integers(1, 5)),
     )  # fmt: skip
     cache = dataclasses.replace(
-        engine.prefix_cache, policy=choose("lru", "lfu", "slru", "fifo", "size"), match=choose("tokens", "blocks")
+        engine.prefix_cache,
+        policy=choose("lru", "lfu", "slru", "fifo", "size"),
+        match=choose("tokens", "blocks"),
     )
     engine = dataclasses.replace(engine, prefix_cache=cache, overlap=choose(True, False))
     with dummy(small_config())(engine) as llm:

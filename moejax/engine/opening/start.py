@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from moejax.cache.allocator import window_blocks
-from moejax.cache.disk import BlockFile
 from moejax.cache.pool import block_bytes
-from moejax.cache.store import BlockStore
+from moejax.cache.store import BlockFile, BlockStore
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
 from moejax.core.files import cache_root
@@ -86,15 +85,16 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
         engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
-    prices = "auto" in (config.preemption, resolved.prefix_cache.load) and not absent and runner.store_slots
-    move_s, load_s = time_to_move(runner) if prices else (0.0, 0.0)
-    for swap in engine.scheduler.swaps:
-        swap.move_s = move_s
     if isinstance(runner, DeviceRunner) and isinstance(engine.scheduler, Scheduler) and runner.store_slots:
-        engine.store = engine.scheduler.store = store = runner.store
-        store.block_s, engine.scheduler.swap.disk_s = load_s / MOVED_AT_A_TIME, store.read_s
-        if store.file is not None and not absent:
-            store.file.open()  # or no engine is
+        engine.store = engine.scheduler.store = runner.store
+    auto = "auto" in (config.preemption, resolved.prefix_cache.load) and runner.store_slots
+    seconds = time_to_move(runner) if auto and not absent else 0.0
+    for swap in engine.scheduler.swaps:
+        swap.move_s = seconds
+    if engine.store is not None:
+        engine.store.block_s = seconds / MOVED_AT_A_TIME  # out and in again, an upper bound
+        if engine.store.file is not None and not absent:
+            engine.store.file.open()  # or no engine is
     return Started(engine, runner, blocks)
 
 
@@ -224,34 +224,25 @@ def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int, i
         return count
 
     remembers, swaps = remembered.enabled and remembered.place == "host", engine.preemption != "recompute"
-    on_disk = (
-        slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb),
-        slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb),
-    )
-    return (
-        slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb) + on_disk[0],
-        slots(swaps, "swap_memory_gb", engine.swap_memory_gb) + on_disk[1],
-        sum(on_disk),
-    )
+    kept = slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb)
+    away = slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb)
+    prefixes = slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb)
+    return prefixes + kept, slots(swaps, "swap_memory_gb", engine.swap_memory_gb) + away, kept + away
 
 
-def time_to_move(runner: DeviceRunner | PipelineRunner) -> tuple[float, float]:
+def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
     """Returns the seconds that copying `MOVED_AT_A_TIME` blocks of each data-parallel group to the host's
-    store and back takes, and those that the way back takes; what the cache holds is forgotten."""
+    store and back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
-    if isinstance(runner, DeviceRunner):
-        most = min(most, runner.store.rows)
+    most = min(most, runner.store.rows) if isinstance(runner, DeviceRunner) else most
     pairs = [(place, place) for place in range(most)]
-    least = []
-    for saves in (pairs, []):
-        plan, times = GroupPlan([StepPlan(saves=saves, loads=pairs)] * runner.groups), [time.perf_counter()]
-        for _ in range(4):  # the first compiles
-            runner.save(plan)
-            jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
-            times.append(time.perf_counter())
-        least.append(min(after - before for before, after in pairwise(times)))
+    plan, times = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups), [time.perf_counter()]
+    for _ in range(4):  # the first compiles
+        runner.save(plan)
+        jax.block_until_ready([pool.take_segment(0) for pool in runner.pools])
+        times.append(time.perf_counter())
     runner.reset()
-    return least[0], least[1]
+    return min(after - before for before, after in pairwise(times))
 
 
 def blocks_of_window(engine: EngineConfig, window: int | None, num_blocks: int) -> int:
@@ -302,14 +293,14 @@ def cache_blocks(
         windows = f" and {byte_words(own * own_size)} of windows ({own} blocks)" if own else ""
         return f"{byte_words(blocks * size)}{windows} a device{beside}"
 
-    if (asked := engine.most_blocks) is not None:
-        if not _kernels_take(asked * codes):
+    if engine.num_blocks is not None:
+        if not _kernels_take(engine.num_blocks * codes):
             raise ConfigError(
-                f"{key}={asked}: the GPU kernels take a cache in {kv_dtype} of at "
+                f"engine.num_blocks={engine.num_blocks}: the GPU kernels take a cache in {kv_dtype} of at "
                 f"most {2**31 // codes} or more than {2**32 // codes} such blocks; lower it, or use "
                 "engine.kernels=xla"
             )
-        return Resolution(key, str(asked), f"asked for; {words(asked)}")
+        return Resolution(key, str(engine.num_blocks), f"asked for; {words(engine.num_blocks)}")
     memory, why = _cache_memory(engine, parallel.num_devices, absent)
     room, both = memory - states, size + own_size
     fitting = int(room // both) if both else needed * (room >= 0)

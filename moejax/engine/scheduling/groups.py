@@ -168,13 +168,14 @@ def scheduler_of(
     kind: Callable[..., Scheduler] = Scheduler
     if config.batching == "static":
         kind = partial(StaticScheduler, starts=config.static_batching)
+    ends = SegmentLayout.of(num_blocks, config.block_buckets).ends  # that the cache grows to
     schedulers = [
         kind(
             BlockAllocator(
                 num_blocks,
                 config.block_size,
                 make_prefixes(prefixes, config.block_size, slots, shared) if prefixes.enabled else None,
-                pool_ends(config, num_blocks),
+                [end for end in ends if end >= min(config.initial_blocks or num_blocks, num_blocks)],
             ),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -191,14 +192,6 @@ def scheduler_of(
     return schedulers[0] if len(schedulers) == 1 else GroupScheduler(schedulers)
 
 
-def pool_ends(config: EngineConfig, num_blocks: int) -> Items[int]:
-    """Returns the sizes that the cache grows through: those at whose ends its segments are."""
-    if config.initial_blocks is None:
-        return ()
-    ends = SegmentLayout.of(num_blocks, config.block_buckets).ends
-    return [end for end in ends if end >= min(config.initial_blocks, num_blocks)]
-
-
 def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: str) -> None:
     """Raises `ConfigError` where blocks that are in use cannot move, or the cache cannot grow, or would for
     nothing."""
@@ -207,22 +200,19 @@ def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: st
         "engine.batching=static, which ends a batch whole": engine.batching == "static",
         "several devices": not parallel.is_single,
     }
-    whole = {"engine.deterministic=tiles, whose one program reads all blocks": engine.deterministic == "tiles"}
-    refuse("engine.initial_blocks", engine.initial_blocks is not None, refusals | whole)
-    known = {
-        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled
-    }
-    refuse("engine.compact_cache=true", engine.compact_cache, refusals | known)
+    tiled, grows = engine.deterministic == "tiles", engine.initial_blocks is not None
+    refuse("engine.initial_blocks", grows, refusals | {"engine.deterministic=tiles": tiled})
+    known = "engine.prefix_cache.enabled=true, which knows prefixes by their blocks"
+    refuse("engine.compact_cache=true", engine.compact_cache, refusals | {known: engine.prefix_cache.enabled})
 
 
 def check_cache_tiers(engine: EngineConfig, parallel: ParallelConfig, prefixes: PrefixCacheConfig) -> None:
     """Raises `ConfigError` where blocks cannot lie on disk, or nobody can tell what loading them takes; the
     place of `prefixes` is decided."""
+    drafts = engine.speculation.method == "draft"
     refusals = {
         "several devices": not parallel.is_single,
-        "engine.speculation.method=draft, whose model has blocks of its own": (
-            engine.speculation.method == "draft"
-        ),
+        "engine.speculation.method=draft, whose model has blocks of its own": drafts,
     }
     swaps = engine.preemption != "recompute" and engine.swap_disk_gb > 0
     refuse("engine.swap_disk_gb", swaps, refusals)

@@ -31,40 +31,42 @@ def _loaded(match: Match) -> list[Node]:
 
 
 def worth_loading(match: Match, token_s: float, store: BlockStore) -> Match:
-    """Returns as much of a match as is expected to be there sooner than it is computed, at `token_s` seconds a
-    token; all of it where that is not known."""
-    away, best, lead, keep = set(_loaded(match)), 0.0, 0.0, 0
-    for number, node in enumerate(match.path, 1):
+    """Returns as much of a match as is expected to be there sooner than it is computed, at `token_s` seconds
+    a token; all of it where that is not known."""
+    away, gains = set(_loaded(match)), [0.0]
+    for node in match.path:
         tokens = match.extra if node is match.partial else len(node.tokens)
-        lead += tokens * token_s - (store.load_s(node.slot or 0) if node in away else 0.0)
-        if lead >= best:
-            best, keep = lead, number
-    if keep == len(match.path) or not token_s:
+        gains.append(gains[-1] + tokens * token_s - (store.load_s(node.slot or 0) if node in away else 0))
+    keep = len(match.path) if not token_s else max(range(len(gains)), key=lambda i: (gains[i], i))
+    if keep == len(match.path):
         return match
     nodes = match.nodes[:keep]
     return Match(nodes, None, 0, sum(len(node.tokens) for node in nodes), match.shared)
 
 
 def brought(scheduler: Any, sequence: Sequence, match: Match, store: BlockStore) -> bool | None:
-    """Tells whether the next step can load all that a sequence will. Not yet: False, or it waits where nothing
-    else runs. Never: None, and what is lost is forgotten, so that less is found."""
+    """Tells whether the next step can load all that a sequence will. Not yet: False, or it waits where
+    nothing else runs. Never: None, and what is lost is forgotten, so that less is found."""
     swap, saved = scheduler.swap, set(scheduler.swap.saves)  # before anything is loaded
     if scheduler.prefixes is not None:
         saved |= scheduler.prefixes.saves.keys()
-    nodes = {node.slot: node for node in _loaded(match) if node.slot not in saved}
+    nodes = {int(node.slot or 0): node for node in _loaded(match) if node.slot not in saved}
     swapped = [slot for slot in sequence.swapped[len(match.nodes) :] if slot not in saved]
-    sooner = swapped and swap.mode == "auto" and swap.recompute_s(sequence.preempted_at)
-    if sooner and sooner < sum(map(store.load_s, swapped)):
-        store.doubt()
-        swap.give_up(sequence)
-        return None
-    lost = store.lost([*nodes, *swapped], wait=not scheduler.running)
-    for slot in lost or ():
-        if slot in nodes:
-            scheduler.prefixes.lose(nodes[slot])
-    if lost and not lost.isdisjoint(swapped):
-        swap.give_up(sequence)
-    return False if lost is None else None if lost else True
+    lost = set[int]()
+    if swapped and swap.mode == "auto":
+        if 0 < swap.recompute_s(sequence.preempted_at) < sum(map(store.load_s, swapped)):
+            store.doubt()
+            lost.update(swapped)
+    found = set() if lost else store.lost([*nodes, *swapped], wait=not scheduler.running)
+    if found is None:
+        return False
+    lost |= found
+    for slot in lost.intersection(nodes):
+        scheduler.prefixes.lose(nodes[slot])
+    if not lost.isdisjoint(swapped):
+        swap.counts["swaps_given_up"] += 1
+        swap.forget(sequence)
+    return None if lost else True
 
 
 def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:

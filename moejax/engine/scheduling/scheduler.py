@@ -353,8 +353,8 @@ class Scheduler:
         return budget
 
     def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Has the cache grow, or preempts from the order's end, until `sequence` can append; False if it had to
-        go itself."""
+        """Has the cache grow, or preempts from the order's end, until `sequence` can append; False if it had
+        to go itself."""
         allocator, index = self.allocator, sequence.computed // self.allocator.block_size
         if allocator.extend(1) <= 0:
             return True
@@ -491,8 +491,8 @@ class Scheduler:
         if short > 0:
             return False
         # No reserve is needed where all have room to end without anyone's going.
-        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence)) if short + reserve > 0 else 0
-        if most > self.allocator.num_blocks:
+        others = (*self.running, sequence) if short + reserve > 0 else ()
+        if sum(self._whole(s) * s.samples for s in others) > self.allocator.num_blocks:
             return False
         there = self.store is None or brought(self, sequence, match, self.store)
         return self._room(sequence, slots) if there is None else there

@@ -10,7 +10,7 @@ given up in any case.
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -33,7 +33,6 @@ class SwapSpace:
 
     Attributes:
         move_s: seconds that copying `MOVED_AT_A_TIME` blocks out and in again takes, for "auto".
-        disk_s: predicts the seconds that reading so many blocks from a file will take besides.
         saves: slot → block that is still to be copied there, before anything is written to the block again.
         counts: `swapped_tokens` and `recomputed_tokens` of those that came back, `swaps_without_room`, and
             `swaps_given_up` of those that were lost, or are computed again sooner than loaded.
@@ -42,7 +41,6 @@ class SwapSpace:
     def __init__(self, mode: Preemption = "recompute", first: int = 0, slots: int = 0) -> None:
         self.mode, self.first, self.num_slots = mode, first, slots
         self.move_s = 0.0
-        self.disk_s: Callable[[int], float] = lambda blocks: 0.0
         self.saves: dict[int, int] = {}
         self.counts: Counter[str] = Counter()
         self._free: list[int] = []
@@ -64,7 +62,7 @@ class SwapSpace:
         if self.mode == "recompute" or not tokens or sequence.not_looked_up is not None:
             return
         moves = -(-len(blocks) // MOVED_AT_A_TIME)
-        if self.mode == "auto" and self.recompute_s(tokens) <= moves * self.move_s + self.disk_s(len(blocks)):
+        if self.mode == "auto" and self.recompute_s(tokens) <= moves * self.move_s:
             return
         if len(blocks) > self.num_slots - self._made + len(self._free):
             self.counts["swaps_without_room"] += 1
@@ -86,11 +84,6 @@ class SwapSpace:
             sequence.computed = sequence.cached = max(found, sequence.preempted_at)
         self._free += slots  # what is still to be saved there is loaded in the same step
         sequence.swapped = []
-
-    def give_up(self, sequence: Sequence) -> None:
-        """Has a sequence that waits computed again, though its blocks were copied."""
-        self.counts["swaps_given_up"] += 1
-        self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Gives up what the store has of a sequence, if it has anything."""
