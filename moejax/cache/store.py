@@ -28,8 +28,8 @@ Reading = Future[tuple[Bytes | None, float]]
 
 class BlockFile:
     """At most `places` blocks in a temporary file without a name: whatever becomes of the process, nothing
-    of it stays on the disk. A block that cannot be read, or whose checksum is another one, is lost. After a write
-    that failed no more are taken.
+    of it stays on the disk. A block that cannot be read, or whose checksum is another one, is lost. After a
+    write that failed no more are taken.
 
     Attributes:
         where: slot → its place, and its checksum.

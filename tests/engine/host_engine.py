@@ -7,14 +7,19 @@ that the cases they are about did occur. `alone` is the oracle: a request's toke
 import functools
 import math
 import random
+import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moejax.cache.allocator import GONE, BlockAllocator, WindowAllocator, window_blocks
 from moejax.cache.prefix import PrefixTree, make_prefixes
+from moejax.cache.store import BlockFile, BlockStore
 from moejax.core.config import Preemption, PrefixCacheConfig, StaticBatchingConfig
 from moejax.core.scheduling import KvPolicyConfig, SchedulingConfig, SpeculationConfig
 from moejax.engine.requests.builder import roots_of
@@ -71,6 +76,7 @@ class Limits:
     kv_policy: KvPolicyConfig | None = None
     compacts: bool = False
     initial: int = 0
+    rows: int = 0
 
 
 class HostEngine:
@@ -133,6 +139,8 @@ class HostEngine:
             limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window,
             limits.kv_policy,
         )  # fmt: skip
+        if limits.rows:
+            self._lie_below()
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
         self.kept: list[tuple[Group, set[int], set[int]]] = []
@@ -142,6 +150,29 @@ class HostEngine:
         self._orders = 0
         self._stored: dict[int, int] = {}  # order → positions computed without a gap
         self._scored: set[int] = set()
+
+    def _lie_below(self) -> None:
+        """Has so many blocks in the host's memory, and the others in a file that fails now and then."""
+        slots = self.limits.slots + self.limits.swap_slots
+        file = BlockFile(Path(tempfile.gettempdir()), slots - self.limits.rows)
+        read, write, forget = file._read, file.write, self.swap.forget
+
+        def reads(*given: Any) -> Any:
+            return (None, time.perf_counter()) if self.chance.random() < 0.1 else read(*given)
+
+        def writes(*given: Any) -> None:
+            file.refuses |= self.chance.random() < 0.002
+            write(*given)
+
+        def forgets(sequence: Sequence) -> None:
+            if sequence.swapped:
+                self._stored[sequence.order] = 0
+            forget(sequence)
+
+        self.runner.store = self.scheduler.store = BlockStore(slots, self.limits.rows, file)
+        for name, function in (("_read", reads), ("write", writes)):
+            setattr(file, name, function)
+        self.swap.forget = forgets  # type: ignore[method-assign]
 
     def submit(self, ask: Ask) -> Group:
         """Queues a request; `RequestError` if it could never run."""
@@ -250,6 +281,9 @@ class HostEngine:
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
             self.events["saves when idle"] += len(saves.saves)
+        if (store := self.scheduler.store) is not None and store.file is not None:
+            for name, count in store.file.counts.items():
+                self.events[f"blocks {name}"] = max(self.events[f"blocks {name}"], count)
         if self.scheduler.idle and limits.initial and not self.in_flight:
             before = self.allocator.made
             self.events["shrinks"] += self.allocator.retract() < before
