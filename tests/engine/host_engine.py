@@ -102,8 +102,8 @@ class HostEngine:
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
         slots = limits.slots, limits.shared
         self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
-        sizes_of_pool = doubled(limits.initial, limits.num_blocks)
-        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, *sizes_of_pool)
+        ends = doubled(limits.initial, limits.num_blocks)
+        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, *ends)
         self.clock = 0.0  # goes on by a second a step
         self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -226,7 +226,6 @@ class HostEngine:
         if self.paused:
             return None
         self.clock += 1
-        limits = self.limits
         overlaps = self.scheduler.speculation is not None and self.scheduler.speculation.overlaps
         if self.in_flight and not overlaps and (self.scheduler.drafts or self.in_flight[0].drafts):
             flying, self.in_flight = self.in_flight, None
@@ -251,9 +250,9 @@ class HostEngine:
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
             self.events["saves when idle"] += len(saves.saves)
-        for name, count in self.scheduler.store.file.counts.items() if limits.rows else ():
+        for name, count in self.scheduler.store.file.counts.items() if self.limits.rows else ():
             self.events[f"blocks {name}"] = max(self.events[f"blocks {name}"], count)
-        if self.scheduler.idle and limits.initial and not self.in_flight:
+        if self.scheduler.idle and self.limits.initial and not self.in_flight:
             self.events["shrinks"] += self.allocator.made > self.allocator.retract()
         self.scheduler.check_integrity()
         return plan
