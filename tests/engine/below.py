@@ -9,8 +9,9 @@ from moejax.cache.store import BlockFile, BlockStore
 from moejax.engine.scheduling.sequence import Sequence
 
 
-def doubled(first: int, last: int) -> list[list[int]]:
+def doubled(limits: Any) -> list[list[int]]:
     """Returns the sizes that a cache grows through, as an argument; none where there is no first."""
+    first, last = limits.initial, limits.num_blocks
     return [[*(first << i for i in range(9) if first << i < last), last]] if first else []
 
 

@@ -102,8 +102,7 @@ class HostEngine:
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
         slots = limits.slots, limits.shared
         self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
-        ends = doubled(limits.initial, limits.num_blocks)
-        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, *ends)
+        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, *doubled(limits))
         self.clock = 0.0  # goes on by a second a step
         self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
