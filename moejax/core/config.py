@@ -348,7 +348,7 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
             the time to the first token what another has asked.
         place: where a prefix waits that nobody uses: in blocks of the cache ("device"), or in the host's
             memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
-            cache up to the highest block in use, and "device" elsewhere.
+            cache up to the highest block in use, and with `disk_gb`, and "device" elsewhere.
         host_memory_gb: memory for "host" in units of 10^9 bytes.
         disk_gb: file below that memory in units of 10^9 bytes, in `engine.tiers.disk_dir`, for what was used
             the longest ago; 0: none.

@@ -19,6 +19,7 @@ from moejax.cache.store import BlockStore
 from moejax.core.config import PrefixCacheConfig, SpeculationConfig
 from moejax.core.errors import ConfigError, OutputError
 from moejax.core.tiers import TiersConfig
+from moejax.simulate.runner import simulated_engine
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.test_prefix_cache import ENGINE, GREEDY, computed_whole, dummy, outcome, workload
 from tests.engine.test_swap import SCARCE, never_preempted
@@ -281,6 +282,13 @@ def test_mistakes(options: Any, engine: dict[str, Any], message: str, tmp_path: 
     with pytest.raises(ConfigError, match=message) as error:
         LLM(small_config(), load_format="dummy", engine=asked, **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_simulated_engine_has_no_disk() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^a simulated engine does not go with .*swap_disk_gb; leave them 0$"
+    ):
+        simulated_engine(EngineConfig(swap_disk_gb=1.0, preemption="swap"), lambda plan: None, 9)  # type: ignore
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
