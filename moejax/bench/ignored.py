@@ -11,7 +11,8 @@ _SWITCHES = ("kind", "enabled", "iterations")  # which leave the rest of their s
 _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine", "kv_cache_memory_gb", lambda c: c.engine.num_blocks, "engine.num_blocks is given"),
     ("engine.static_batching", "*", lambda c: c.engine.batching != "static", "for batching=static"),
-    ("engine", "swap_memory_gb", lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
+    ("engine", "swap_memory_gb swap_disk_gb",
+        lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
     ("engine", "autotune_budget_s", lambda c: c.engine.autotune != "measure", "for autotune=measure"),
     ("engine.adaptive_batching", "*", lambda c: not c.engine.adaptive_batching.enabled, "limits are fixed"),
     ("engine.adaptive_batching", "sizes", lambda c: c.engine.seq_buckets, "engine.seq_buckets are given"),
@@ -37,10 +38,11 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.experts", "a2cr", lambda c: "a2cr" not in c.engine.experts.policy, "for policy=a2cr"),
     ("engine.experts", "low_bits_below", lambda c: c.engine.experts.miss != "low_bits", "for miss=low_bits"),
     ("engine.experts", "task", lambda c: c.engine.experts.miss != "score", "for miss=score"),
-    ("engine.tiers", "host_gb codes disk_dir queue_depth direct",
+    ("engine.tiers", "host_gb codes",
         lambda c: not c.engine.experts_in_tiers, "all experts are on the device"),
     ("engine.tiers", "disk_dir queue_depth direct",
-        lambda c: c.engine.experts.tier != "disk", "for engine.experts.tier=disk"),
+        lambda c: not (c.engine.experts_in_tiers and c.engine.experts.tier == "disk")
+        and not (c.engine.prefix_cache.disk_gb or c.engine.swap_disk_gb), "nothing is on disk"),
     ("engine", "tile_tokens", lambda c: c.engine.deterministic == "none", "nothing is tiled"),
     ("engine", "verify_every verified_share",
         lambda c: c.engine.deterministic != "verified", "for deterministic=verified"),

@@ -35,17 +35,22 @@ class BlockAllocator:
     """`num_blocks` blocks of `block_size` tokens, with reference counts.
 
     Block tables are plain lists owned by the sequences; a method that changes one keeps the counts in step.
-    `prefixes` remembers what blocks hold that no table holds any more; None: nothing is remembered.
+    `prefixes` remembers what blocks hold that no table holds any more; None: nothing is remembered. There are
+    `made` blocks at a time: as many as the first of `ends`, which rise to `num_blocks`, or as a later one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefixes: PrefixTree | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefixes: PrefixTree | None = None, ends: Sequence[int] = ()
+    ) -> None:
         self.num_blocks = num_blocks
+        self._ends = list(ends) or [num_blocks]
+        self.made = self._ends[0]
         self.block_size = block_size
         self.prefixes = prefixes
         if prefixes is not None:
             prefixes.allocator = self
         self._kept: set[int] = set()
-        self._free = list(range(num_blocks))  # a heap
+        self._free = list(range(self.made))  # a heap
         self._refcount = [0] * num_blocks
 
     @property
@@ -55,7 +60,22 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.made - self.num_free
+
+    def extend(self, short: int) -> int:
+        """Has the pool grow while so many blocks are short; returns how many are then."""
+        while short > 0 and self.made < self.num_blocks:
+            end = next(end for end in self._ends if end > self.made)
+            self._free = sorted([*self._free, *range(self.made, end)])  # a heap, too
+            short, self.made = short - (end - self.made), end
+        return short
+
+    def retract(self) -> int:
+        """Has the pool shrink as far as nothing is used or kept; returns its blocks."""
+        held = max((b for b in range(self.made) if self._refcount[b] or b in self._kept), default=0)
+        self.made = next(end for end in self._ends if end > held)
+        self._free = sorted(block for block in self._free if block < self.made)
+        return self.made
 
     def refcount(self, block: int) -> int:
         """Counts the tables that hold a block; 0 for one that is gone."""
@@ -154,7 +174,7 @@ class BlockAllocator:
             (source, destination) blocks to copy, in this order.
         """
         stay = {destination for _, destination in copied}
-        used, moves = self.num_blocks - len(self._free), list[tuple[int, int]]()
+        used, moves = self.made - len(self._free), list[tuple[int, int]]()
         if max((max(table, default=0) for table in tables), default=0) < 2 * used:
             return moves
         places = {
@@ -191,11 +211,11 @@ class BlockAllocator:
         for block, count in enumerate(self._refcount):
             if count != uses[block]:
                 raise AssertionError(f"block {block} has refcount {count} and is in {uses[block]} tables")
-            if (count == 0) != (block in free):
+            if (count == 0) != (block in free or block >= self.made):
                 raise AssertionError(
                     f"block {block} has refcount {count} and is {'' if block in free else 'not '}free"
                 )
-        if strange := [block for block in {*uses, *free} if not 0 <= block < self.num_blocks]:
+        if strange := [block for block in {*uses, *free} if not 0 <= block < self.made]:
             raise AssertionError(f"blocks {strange} do not exist")
         if any(self._free[(i - 1) // 2] > block for i, block in enumerate(self._free) if i):
             raise AssertionError("the free list is not a heap: the lowest block would not be first")

@@ -90,6 +90,10 @@ class BlockPool:
     def put(self, pages: Pages) -> None:
         self._segments[: len(pages)] = pages
 
+    def shrink(self, count: int) -> None:
+        """Drops all segments but the first `count`, with their content."""
+        del self._segments[count:], self._memory[count:]
+
     def take_segment(self, z: int) -> tuple[Segment | None, ...]:
         """Returns segment z of all layers; `put_segment` must follow if it is donated."""
         return self.take(z + 1)[z]

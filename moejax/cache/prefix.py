@@ -342,6 +342,13 @@ class PrefixTree:
         self._offer(node)
         return False
 
+    def lose(self, node: Node) -> None:
+        """Says that the store no longer has what it had of a node."""
+        if node.block is not None:
+            self._free_its_slot(node)
+        elif node.parent is not None:  # else it went with what is above it
+            self._drop(node)
+
     def evict(self) -> int:
         """Forgets the leaf that the policy gives up first, and returns its block, which was kept."""
         node = self._first_leaf(pinned=True)

@@ -348,8 +348,12 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
             the time to the first token what another has asked.
         place: where a prefix waits that nobody uses: in blocks of the cache ("device"), or in the host's
             memory ("host"), from where it is copied back. "auto" is "host" on CPU, where a step reads the
-            cache up to the highest block in use, and "device" elsewhere.
+            cache up to the highest block in use, and with `disk_gb`, and "device" elsewhere.
         host_memory_gb: memory for "host" in units of 10^9 bytes.
+        disk_gb: file below that memory in units of 10^9 bytes, in `engine.tiers.disk_dir`, for what was used
+            the longest ago; 0: none.
+        load: "always" loads what is found on the host or on disk; "auto" does where that is expected to take
+            less time than to compute it, by what steps and reads have taken.
         max_age_s: seconds after which what was not used is not found any more; None: never.
     """
 
@@ -359,6 +363,8 @@ class PrefixCacheConfig(Checked, section="engine.prefix_cache"):
     share: Literal["all", "tenant"] = "all"
     place: Literal["auto", "device", "host"] = "auto"
     host_memory_gb: PositiveNumber = 1.0
+    disk_gb: NonNegativeNumber = 0.0
+    load: Literal["always", "auto"] = "always"
     max_age_s: PositiveNumber | None = None
 
 
@@ -396,9 +402,13 @@ class EngineConfig(Checked, section="engine"):
             ("recompute"), its blocks wait in the host's memory ("swap"), or what takes less time ("auto").
         swap_memory_gb: host memory for these blocks in units of 10^9 bytes; where it is full, they are given
             up and computed again.
+        swap_disk_gb: file below that memory in units of 10^9 bytes, as `prefix_cache.disk_gb`.
         block_size: tokens in a block of the key/value cache.
         num_blocks: blocks of the cache; None: as many as `max_num_seqs` of the longest sequences need, within
             `kv_cache_memory_gb`.
+        initial_blocks: the cache begins with these, to the end of a segment (`moejax.cache.segments`), grows
+            to the next end instead of having anyone wait or lose its place, and shrinks when nothing runs;
+            None: all are there from the start.
         compact_cache: blocks in use move down to free ones, once they lie twice as high as there are of
             them: a step of XLA's reads the cache up to the highest block in use.
         kv_cache_memory_gb: memory for the cache in units of 10^9 bytes; None: 2 on CPU (taken as it is
@@ -457,8 +467,10 @@ class EngineConfig(Checked, section="engine"):
     tiers: TiersConfig = field(default_factory=TiersConfig)
     preemption: Preemption = "recompute"
     swap_memory_gb: PositiveNumber = 1.0
+    swap_disk_gb: NonNegativeNumber = 0.0
     block_size: PositiveInt = 32
     num_blocks: PositiveInt | None = None
+    initial_blocks: PositiveInt | None = None
     compact_cache: bool = False
     kv_cache_memory_gb: PositiveNumber | None = None
     deterministic: Literal["none", "tiles", "verified"] = "none"
@@ -509,6 +521,8 @@ class EngineConfig(Checked, section="engine"):
                 "counts one row a sequence; use engine.speculation.method=none"
             )
 
+        if (first := self.initial_blocks or 0) > (self.num_blocks or first):
+            raise ConfigError(f"engine.initial_blocks {first} exceeds engine.num_blocks {self.num_blocks}")
         if self.experts.resident is not None and self.tiers.device_gb is not None:
             raise ConfigError(
                 "engine.experts.resident and engine.tiers.device_gb both say how many experts have a slot; "

@@ -105,7 +105,7 @@ class ExpertsConfig(Checked, section="engine.experts"):
 
 @dataclass(frozen=True)
 class TiersConfig(Checked, section="engine.tiers"):
-    """The memories that experts lie in, and how a disk is read.
+    """The memories that experts lie in, and how a disk is read, which blocks of the cache may lie on, too.
 
     Attributes:
         device_gb: memory of the device for slots in units of 10^9 bytes, in place of the share
@@ -118,7 +118,8 @@ class TiersConfig(Checked, section="engine.tiers"):
             experts that were read last stay (None: none).
         codes: what experts below the device are kept in: as they are ("none"), or, lossy, in blocks of 256:
             eight bits a value ("q8_k") or 4.5 ("q4_k").
-        disk_dir: folder of the experts' file; None: `experts` in the user's cache.
+        disk_dir: folder of the file of experts, and of that of blocks; None: `experts`, and `blocks`, in the
+            user's cache.
         queue_depth: reads under way at a time.
         direct: read past the operating system's cache (O_DIRECT) where the file system permits it.
     """

@@ -95,9 +95,11 @@ class Engine:
         self.clock, self.sleep = clock, sleep
         self.overlap, self.retries = overlap, 0
         self.agree: Callable[[int], int] = lambda value: value
+        self.shrink: Callable[[int], None] | None = None  # the device's blocks to so many
         self.compilations: Callable[[], int] = lambda: 0
         self.adaptive: AdaptiveBatching | None = None
         self.tiers: Any = None  # experts in tiers, which count what they move
+        self.store: Any = None  # of blocks below the device, which counts them
         self.times: StepTimes | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepRecord], None] | None = None
@@ -227,6 +229,7 @@ class Engine:
             "paused": self.stopped is not None,
             "used_blocks": blocks.num_used,
             "num_blocks": blocks.num_blocks,
+            "pool_blocks": sum(part.allocator.made for part in self._parts),
             "block_size": blocks.block_size,
             "cache_use": blocks.num_used / blocks.num_blocks,
             **prefix_stats(scheduler.prefix_caches),
@@ -234,6 +237,7 @@ class Engine:
             **({"tenant_service": scheduler.policy.service()} if scheduler.policy.charges else {}),
             **(self.adaptive.stats() if self.adaptive else {}),
             **(self.tiers.stats() if self.tiers else {}),
+            **(self.store.stats() if self.store else {}),
         }
 
     def adapt(self, adaptive: AdaptiveBatching) -> None:
@@ -258,6 +262,8 @@ class Engine:
             swap.counts.clear()
         if self.tiers is not None:
             self.tiers.reset_stats()
+        if self.store is not None and self.store.file is not None:
+            self.store.file.counts.clear()
 
     def clear_drafts(self) -> None:
         """Has all data-parallel groups forget the sequences that have ended."""
@@ -432,6 +438,8 @@ class Engine:
         self._record(step, result, now)
         if scheduler.idle and (saves := scheduler.save_only()) is not None:
             self.runner.save(saves)  # now, not when the next request waits for it
+        if scheduler.idle and self.shrink is not None:
+            self.shrink(max(part.allocator.retract() for part in self._parts))
 
     def _record(self, step: InFlight, result: StepResult, now: float) -> None:
         plan, scheduler = step.plan, self.scheduler

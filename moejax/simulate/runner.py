@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from moejax.core.config import EngineConfig
+from moejax.core.errors import refuse
 from moejax.engine.core import Engine
 from moejax.engine.scheduling.groups import scheduler_of
 from moejax.engine.scheduling.plan import Plan
@@ -112,6 +113,8 @@ def simulated_engine(
         ConfigError: the policy does not go with the rest.
     """
     clock, prefixes = VirtualClock(), config.prefix_cache
+    below = prefixes.disk_gb + config.swap_disk_gb
+    refuse("a simulated engine", True, {"engine.prefix_cache.disk_gb and swap_disk_gb; leave them 0": below})
     place = "device" if prefixes.place == "auto" else prefixes.place
     policy = make_policy(config, clock=clock)
     slots = [

@@ -28,6 +28,7 @@ from moejax.engine.scheduling.static import StaticScheduler
 from moejax.engine.scheduling.swap import SwapSpace
 from moejax.engine.scheduling.utility import StepTimes, Utility
 from tests.engine.asks import VOCAB_SIZE, Ask, Group, Oracle
+from tests.engine.below import doubled, lie_below
 from tests.plain.fake_runner import FakeRunner
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
@@ -70,6 +71,8 @@ class Limits:
     utility: bool = False
     kv_policy: KvPolicyConfig | None = None
     compacts: bool = False
+    initial: int = 0
+    rows: int = 0
 
 
 class HostEngine:
@@ -99,7 +102,7 @@ class HostEngine:
         scheduler = scheduler or (StaticScheduler if limits.static else Scheduler)
         slots = limits.slots, limits.shared
         self.prefixes = limits.prefixes and prefixes(limits.prefixes, limits.block_size, *slots)
-        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes)
+        self.allocator = allocator(limits.num_blocks, limits.block_size, self.prefixes, *doubled(limits))
         self.clock = 0.0  # goes on by a second a step
         self.policy: Policy = POLICIES[limits.policy](limits.scheduling, lambda: self.clock)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -128,6 +131,8 @@ class HostEngine:
             limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.fail_at, limits.window,
             limits.kv_policy,
         )  # fmt: skip
+        if limits.rows:
+            lie_below(self, limits.rows, limits.slots + limits.swap_slots)
         self.events: Counter[str] = Counter() if events is None else events
         self.roots, self.paused = roots, False
         self.kept: list[tuple[Group, set[int], set[int]]] = []
@@ -244,6 +249,10 @@ class HostEngine:
         if self.scheduler.idle and (saves := self.scheduler.save_only()) is not None:
             self.runner.save(saves)
             self.events["saves when idle"] += len(saves.saves)
+        for name, count in self.scheduler.store.file.counts.items() if self.limits.rows else ():
+            self.events[f"blocks {name}"] = max(self.events[f"blocks {name}"], count)
+        if self.scheduler.idle and self.limits.initial and not self.in_flight:
+            self.events["shrinks"] += self.allocator.made > self.allocator.retract()
         self.scheduler.check_integrity()
         return plan
 
@@ -279,7 +288,7 @@ class HostEngine:
             self.step()
             steps += 1
         self.check_outputs()
-        if self.allocator.num_free != self.limits.num_blocks:
+        if self.allocator.num_used:
             raise AssertionError(f"{self.allocator.num_used} blocks leaked")
         if self.windows is not None and self.windows.num_used:
             raise AssertionError(f"{self.windows.num_used} blocks of windows leaked")
@@ -317,10 +326,13 @@ class HostEngine:
         queued = self.scheduler.waiting()
         quantum = self.policy.config.quantum_tokens
         ran = {s.order: len(s.tokens) - s.resumed >= quantum for s in before}
+        limits, made = self.limits, self.allocator.made
         plan = self.scheduler.schedule()
         gone = [s for s in before if s.state is not State.RUNNING]
         rest = gone[:-1] if gone == before else gone
         displaced = [s for s in gone if ran[s.order] and any(self.policy.displaces(w, s) for w in queued)]
+        assert gone == displaced or self.allocator.made == limits.num_blocks, "the cache could grow"
+        self.events["grown"] += self.allocator.made > made
         last = [s for s in before if s not in displaced]
         last = last[len(last) - len([s for s in gone if s not in displaced]) :]
         if any(s not in displaced and s not in last for s in gone) or (rest != gone and not displaced):

@@ -146,6 +146,8 @@ kinds = st.one_of(
 )
 
 
+BELOW_EVENTS = ("blocks written", "blocks read", "blocks lost", "blocks refused", "swaps", "hits")
+
 caches = st.builds(
     PrefixCacheConfig,
     enabled=st.just(True),
@@ -359,6 +361,31 @@ class Speculating(Machine):
         super().start(dataclasses.replace(limits, static=False, k=k, right=right, utility=utility))
 
 
+class Growing(Machine):
+    """The same with a cache that grows and shrinks, with a memory or without."""
+
+    @initialize(
+        limits=st.one_of(limits(), limits(caches), limits(st.none())), initial=st.sampled_from((1, 2, 5))
+    )
+    def start(self, limits: Limits, initial: int) -> None:
+        super().start(dataclasses.replace(limits, static=False, initial=min(initial, limits.num_blocks)))
+
+
+class Below(Machine):
+    """The same with few blocks in the host's memory, and the others on a disk that fails now and then."""
+
+    @initialize(
+        limits=st.one_of(limits(caches), limits(st.none())),
+        rows=st.integers(1, 9),
+        load=st.sampled_from(("always", "auto")),
+    )
+    def start(self, limits: Limits, rows: int, load: Any) -> None:
+        caches = limits.prefixes and dataclasses.replace(limits.prefixes, place="host", load=load)
+        slots = max(2, limits.slots) if caches else 0
+        rows = min(rows, slots + limits.swap_slots - 1)
+        super().start(dataclasses.replace(limits, prefixes=caches, slots=slots, rows=rows))
+
+
 def explore(machine: type[Machine], examples: int, **options: Any) -> Counter[str]:
     """Runs the machine; returns what happened. Nothing is timed: a loaded machine must not fail a test."""
     machine.events = Counter()
@@ -389,6 +416,10 @@ def test_random_workloads(examples: int):
     every.append(explore(Swapping, examples // 4))
     drafting = explore(Speculating, examples // 2)
     assert not [event for event in DRAFT_EVENTS if not drafting[event]], drafting
+    growing = explore(Growing, examples // 4)
+    assert growing["grown"] and growing["shrinks"] and growing["preemptions"], growing
+    below = explore(Below, examples // 4)
+    assert not [event for event in BELOW_EVENTS if not below[event]], below
     wanted = {*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS} - ({RARE} if examples < 250 else set())
     assert not [event for event in wanted if not sum(every, Counter())[event]], every
 
@@ -402,6 +433,8 @@ def test_random_workloads_for_long():
         (Remembering, remembering),
         (Swapping, swapping),
         (Speculating, DRAFT_EVENTS),
+        (Below, BELOW_EVENTS),
+        (Growing, ("grown", "shrinks", "preemptions")),
     )
     for machine, wanted in machines:
         events = explore(machine, 1_000, derandomize=False)

@@ -10,10 +10,13 @@ alone that its query sees, and blocks get whole numbers as their attention.
 import numpy as np
 
 from moejax.cache.allocator import GONE
+from moejax.cache.store import BlockStore
 from moejax.core.scheduling import KvPolicyConfig
 from moejax.engine.scheduling.plan import Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.runner import StepResult
+
+_NEVER = -(2**63)  # a place of a block in the store that was never written
 
 
 class FakeRunner:
@@ -41,10 +44,13 @@ class FakeRunner:
         self.fail_at, self.window, self.policy = fail_at, window, policy
         self.told: dict[tuple[int, int], dict[int, int]] = {}
         self.launches = 0
+        self.store: BlockStore | None = None  # of one group's blocks, where the host has no room for all
         self.reset()
 
     def reset(self) -> None:
         self._groups: list[FakeDevice] = []
+        if self.store is not None:
+            self.store.reset()
 
     def launch(self, plan: Plan) -> StepResult:
         number, self.launches = self.launches, self.launches + 1
@@ -53,6 +59,7 @@ class FakeRunner:
         while len(self._groups) < len(plan.groups):
             sizes = self.num_blocks, self.block_size, self.vocab_size, self.window
             self._groups.append(FakeDevice(*sizes, self.policy))
+            self._groups[-1].store = self.store
         tokens: list[int] = []
         for device, part in zip(self._groups, plan.groups, strict=True):
             tokens += device.step(part)
@@ -64,6 +71,8 @@ class FakeRunner:
     def save(self, plan: Plan) -> None:
         for device, part in zip(self._groups, plan.groups, strict=True):
             device.transport(part)
+        if self.store is not None:
+            self.store.begin()
 
     def ready(self, handle: StepResult) -> bool:
         return True
@@ -89,15 +98,22 @@ class FakeDevice:
         self._cache: dict[int, list[int | None]] = {}
         self._last: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
+        self.store: BlockStore | None = None
 
     def transport(self, plan: StepPlan) -> None:
         """Copies blocks to the host's store and back."""
         for block, slot in plan.saves:
             self._host[slot] = list(self._block(block))
+            if self.store is not None:
+                values = [_NEVER if value is None else value for value in self._block(block)]
+                self.store.put([slot], [np.array([values], np.int64)])
         for slot, block in plan.loads:
             if slot not in self._host:
                 raise AssertionError(f"slot {slot} is loaded, and nothing was saved there")
             self._cache[block] = list(self._host[slot])
+            if self.store is not None:
+                values = self.store.get([slot])[0][0].tolist()
+                self._cache[block] = [None if value == _NEVER else value for value in values]
 
     def step(self, plan: StepPlan) -> list[int]:
         """Returns a token for each row; 0 for those that sample nothing."""

@@ -25,7 +25,7 @@ from moejax.engine.requests.tokenizer import Tokenizer
 from moejax.engine.routing.recorder import check_capture
 from moejax.engine.routing.replay import RoutingReplay, open_replay
 from moejax.engine.scheduling.eviction import check_kv_policy
-from moejax.engine.scheduling.groups import check_compaction
+from moejax.engine.scheduling.groups import check_cache_tiers, check_compaction
 from moejax.engine.scheduling.policies import Policy, make_policy
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.engine.tiers.experts import check_tiers
@@ -325,7 +325,7 @@ def _prefix_cache(
     """
     cache = engine.prefix_cache
     if cache.place == "auto":
-        cache = dataclasses.replace(cache, place="host" if kernels == "xla" else "device")
+        cache = dataclasses.replace(cache, place="host" if kernels == "xla" or cache.disk_gb else "device")
     refusals = {
         "engine.batching=static: it waits for whole batches": engine.batching == "static",
         f"{engine.moe.by_batch} depends on the batch": engine.moe.by_batch and any(config.moe_layers),
@@ -341,6 +341,7 @@ def _prefix_cache(
         ),
     }
     refuse("engine.prefix_cache.enabled=true", cache.enabled, refusals)
+    check_cache_tiers(engine, parallel, cache)
     return cache
 
 

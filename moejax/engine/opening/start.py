@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 
 from moejax.cache.allocator import window_blocks
 from moejax.cache.pool import block_bytes
+from moejax.cache.store import BlockFile, BlockStore
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError
+from moejax.core.files import cache_root
 from moejax.core.parallel import ParallelConfig
 from moejax.core.resolve import Resolution
 from moejax.core.version import __version__
@@ -74,16 +77,24 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         engine.rebalance = automatic(resolved, weights, runner).after_step
     if resolved.moe.routing.method == "bias":
         follow_load(resolved.moe.routing, weights, runner)
+    if config.initial_blocks is not None and isinstance(runner, DeviceRunner):
+        engine.shrink = runner.shrink
     engine.compilations = lambda: len(ledger.entries)
     if config.adaptive_batching.enabled:
         method = METHODS[config.adaptive_batching.method]
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
         engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
-    if config.preemption == "auto" and not absent:
-        seconds = time_to_move(runner)
-        for swap in engine.scheduler.swaps:
-            swap.move_s = seconds
+    if isinstance(runner, DeviceRunner) and isinstance(engine.scheduler, Scheduler) and runner.store_slots:
+        engine.store = engine.scheduler.store = runner.store
+    auto = "auto" in (config.preemption, resolved.prefix_cache.load) and runner.store_slots
+    seconds = time_to_move(runner) if auto and not absent else 0.0
+    for swap in engine.scheduler.swaps:
+        swap.move_s = seconds
+    if engine.store is not None:
+        engine.store.block_s = seconds / MOVED_AT_A_TIME  # out and in again, an upper bound
+        if engine.store.file is not None and not absent:
+            engine.store.file.open()  # or no engine is
     return Started(engine, runner, blocks)
 
 
@@ -124,7 +135,8 @@ def make_runner(
     pairs = list(zip(weights.functions, resolved.places, strict=True))
     stages = [(functions, place) for functions, place in pairs if isinstance(place, MeshDevices)]
     common = (resolved.engine, cache, ledger, resolved.kernels, resolved.replay)
-    slots = sum(store_slots(resolved, cache))
+    prefixes, swapped, places = store_slots(resolved, cache)
+    slots = prefixes + swapped
     runner: DeviceRunner | PipelineRunner
     if len(stages) > 1:
         runner = PipelineRunner(stages, *common, microbatches=resolved.microbatches, store_slots=slots)
@@ -135,6 +147,10 @@ def make_runner(
             runner = TieredRunner(functions, *common, **one, tiers=weights.tiers)
         else:
             runner = DeviceRunner(functions, *common, **one)
+        if places:
+            tiers = resolved.engine.tiers
+            folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "blocks"
+            runner.store = BlockStore(slots, slots - places, BlockFile(folder, places, tiers.queue_depth))
         if resolved.draft is not None and draft is not None:
             # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
             kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)
@@ -174,7 +190,7 @@ def planning_engine(resolved: ResolvedEngine, cache: CacheSpec, steps: PlannedSt
 
 def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | GroupScheduler:
     """Returns a scheduler, or one for each data-parallel group, each with as many blocks."""
-    slots, swapped = store_slots(resolved, cache)
+    slots, swapped, _ = store_slots(resolved, cache)
     return scheduler_of(
         resolved.engine,
         cache.num_blocks,
@@ -188,9 +204,9 @@ def make_scheduler(resolved: ResolvedEngine, cache: CacheSpec) -> Scheduler | Gr
     )
 
 
-def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:
+def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int, int]:
     """Returns how many blocks of each data-parallel group the host's store has room for: of remembered
-    prefixes, and of sequences that were preempted.
+    prefixes, and of sequences that were preempted; and how many of them all are in a file.
 
     Raises:
         ConfigError: it has room for none.
@@ -207,17 +223,18 @@ def store_slots(resolved: ResolvedEngine, cache: CacheSpec) -> tuple[int, int]:
             )
         return count
 
-    to_host = remembered.enabled and remembered.place == "host"
-    return (
-        slots(to_host, "prefix_cache.host_memory_gb", remembered.host_memory_gb),
-        slots(engine.preemption != "recompute", "swap_memory_gb", engine.swap_memory_gb),
-    )
+    remembers, swaps = remembered.enabled and remembered.place == "host", engine.preemption != "recompute"
+    kept = slots(remembers and remembered.disk_gb > 0, "prefix_cache.disk_gb", remembered.disk_gb)
+    away = slots(swaps and engine.swap_disk_gb > 0, "swap_disk_gb", engine.swap_disk_gb)
+    prefixes = slots(remembers, "prefix_cache.host_memory_gb", remembered.host_memory_gb)
+    return prefixes + kept, slots(swaps, "swap_memory_gb", engine.swap_memory_gb) + away, kept + away
 
 
 def time_to_move(runner: DeviceRunner | PipelineRunner) -> float:
     """Returns the seconds that copying `MOVED_AT_A_TIME` blocks of each data-parallel group to the host's
     store and back takes; what the cache holds is forgotten."""
     most = min(MOVED_AT_A_TIME, runner.buckets.segments.sizes[0], runner.store_slots)
+    most = min(most, runner.store.rows) if isinstance(runner, DeviceRunner) else most
     pairs = [(place, place) for place in range(most)]
     plan, times = GroupPlan([StepPlan(saves=pairs, loads=pairs)] * runner.groups), [time.perf_counter()]
     for _ in range(4):  # the first compiles

@@ -11,6 +11,7 @@ from functools import partial
 
 from moejax.cache.allocator import BlockAllocator, WindowAllocator
 from moejax.cache.prefix import PrefixTree, make_prefixes
+from moejax.cache.segments import SegmentLayout
 from moejax.core.config import EngineConfig, PrefixCacheConfig
 from moejax.core.errors import refuse
 from moejax.core.parallel import ParallelConfig
@@ -167,12 +168,14 @@ def scheduler_of(
     kind: Callable[..., Scheduler] = Scheduler
     if config.batching == "static":
         kind = partial(StaticScheduler, starts=config.static_batching)
+    ends = SegmentLayout.of(num_blocks, config.block_buckets).ends  # that the cache grows to
     schedulers = [
         kind(
             BlockAllocator(
                 num_blocks,
                 config.block_size,
                 make_prefixes(prefixes, config.block_size, slots, shared) if prefixes.enabled else None,
+                [end for end in ends if end >= min(config.initial_blocks or num_blocks, num_blocks)],
             ),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -190,14 +193,32 @@ def scheduler_of(
 
 
 def check_compaction(engine: EngineConfig, parallel: ParallelConfig, kernels: str) -> None:
-    """Raises `ConfigError` where blocks that are in use cannot move, or would for nothing."""
+    """Raises `ConfigError` where blocks that are in use cannot move, or the cache cannot grow, or would for
+    nothing."""
     refusals = {
         "GPU kernels, which read blocks wherever they lie": kernels != "xla",
-        "engine.prefix_cache.enabled=true, which knows prefixes by their blocks": engine.prefix_cache.enabled,
         "engine.batching=static, which ends a batch whole": engine.batching == "static",
         "several devices": not parallel.is_single,
     }
-    refuse("engine.compact_cache=true", engine.compact_cache, refusals)
+    tiled, grows = engine.deterministic == "tiles", engine.initial_blocks is not None
+    refuse("engine.initial_blocks", grows, refusals | {"engine.deterministic=tiles": tiled})
+    known = "engine.prefix_cache.enabled=true, which knows prefixes by their blocks"
+    refuse("engine.compact_cache=true", engine.compact_cache, refusals | {known: engine.prefix_cache.enabled})
+
+
+def check_cache_tiers(engine: EngineConfig, parallel: ParallelConfig, prefixes: PrefixCacheConfig) -> None:
+    """Raises `ConfigError` where blocks cannot lie on disk, or nobody can tell what loading them takes; the
+    place of `prefixes` is decided."""
+    drafts = engine.speculation.method == "draft"
+    refusals = {
+        "several devices": not parallel.is_single,
+        "engine.speculation.method=draft, whose model has blocks of its own": drafts,
+    }
+    swaps = engine.preemption != "recompute" and engine.swap_disk_gb > 0
+    refuse("engine.swap_disk_gb", swaps, refusals)
+    refusals["engine.prefix_cache.place=device, which keeps nothing there"] = prefixes.place == "device"
+    refuse("engine.prefix_cache.disk_gb", prefixes.enabled and prefixes.disk_gb > 0, refusals)
+    refuse("engine.prefix_cache.load=auto", prefixes.enabled and prefixes.load == "auto", refusals)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

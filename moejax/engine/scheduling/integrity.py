@@ -34,5 +34,7 @@ def check_scheduler(scheduler: Any) -> None:
     if any(s.blocks or s.slot != -1 or s.computed for s in queued):
         raise AssertionError("a waiting sequence owns blocks or a slot")
     scheduler.swap.check_integrity(queued, allocator.block_size)
+    if scheduler.store is not None:
+        scheduler.store.check_integrity()
     if len(set(map(id, queued))) != len(queued) or scheduler.num_waiting != sum(s.samples for s in queued):
         raise AssertionError(f"{scheduler.num_waiting} samples counted as waiting, {len(queued)} queued")

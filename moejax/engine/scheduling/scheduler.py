@@ -16,13 +16,15 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
-from moejax.cache.prefix import NOTHING, Match, PrefixTree
+from moejax.cache.prefix import Match, PrefixTree
+from moejax.cache.store import BlockStore
 from moejax.core.errors import RequestError
 from moejax.core.scheduling import KvPolicyConfig
 from moejax.engine.scheduling.eviction import Eviction
 from moejax.engine.scheduling.integrity import check_scheduler
 from moejax.engine.scheduling.plan import Chunk, StepPlan
 from moejax.engine.scheduling.policies import Policy
+from moejax.engine.scheduling.reuse import brought, find, reuse
 from moejax.engine.scheduling.sequence import Sequence, State, decodes_next, end_reason, needs_host
 from moejax.engine.scheduling.speculation import Speculation
 from moejax.engine.scheduling.swap import SwapSpace
@@ -78,6 +80,7 @@ class Scheduler:
         self._unreported = 0  # preemptions by plans that came to nothing
         self.prefixes = allocator.prefixes
         self.compacts = self._loose = False  # blocks move down; they may lie apart, since somebody has left
+        self.store: BlockStore | None = None  # that its slots are in, where a step's blocks may be lost
         self.admits = True  # else only who has run before comes in again
 
     @property
@@ -181,6 +184,8 @@ class Scheduler:
         """Begins a step."""
         self.policy.tick()
         self._ranked = False
+        if self.store is not None:
+            self.store.begin()
         for sequence in self._chunked:  # before others want blocks
             self.eviction.trim(sequence)
 
@@ -348,8 +353,11 @@ class Scheduler:
         return budget
 
     def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Preempts from the order's end until `sequence` can append; False if it had to go itself."""
+        """Has the cache grow, or preempts from the order's end, until `sequence` can append; False if it had
+        to go itself."""
         allocator, index = self.allocator, sequence.computed // self.allocator.block_size
+        if allocator.extend(1) <= 0:
+            return True
         while True:
             victim = self.running[-1]
             self.preempt(victim)
@@ -421,7 +429,7 @@ class Scheduler:
         if first is None or first.pending or self._room(first):
             return None
         match = self.match(first)
-        short = self._blocks_short(first, match) + self.watermark + len(first.forks)
+        short = self.blocks_short(first, match) + self.watermark + len(first.forks)
         slots, gone = self._open_slots, []
         for sequence in reversed(self.running):
             if slots >= first.samples and short <= 0:
@@ -476,15 +484,18 @@ class Scheduler:
         if sequence.pending or sequence.samples > (self._open_slots if slots is None else slots):
             return False
         match = self.match(sequence)
-        short = self._blocks_short(sequence, match)
-        if short > 0 or match.waits:
+        if match.waits:
             return False
         reserve = self.watermark + len(sequence.forks) if self.running else 0
-        if short + reserve <= 0:
-            return True
+        short = self.allocator.extend(self.blocks_short(sequence, match) + reserve) - reserve
+        if short > 0:
+            return False
         # No reserve is needed where all have room to end without anyone's going.
-        most = sum(self._whole(s) * s.samples for s in (*self.running, sequence))
-        return most <= self.allocator.num_blocks
+        others = (*self.running, sequence) if short + reserve > 0 else ()
+        if sum(self._whole(s) * s.samples for s in others) > self.allocator.num_blocks:
+            return False
+        there = self.store is None or brought(self, sequence, match, self.store)
+        return self._room(sequence, slots) if there is None else there
 
     @property
     def _open_slots(self) -> int:
@@ -498,14 +509,7 @@ class Scheduler:
 
     def match(self, sequence: Sequence) -> Match:
         """Finds what is computed of a sequence's tokens but the last, of which it samples."""
-        if self.prefixes is None or sequence.identity is None or sequence.not_looked_up is not None:
-            return NOTHING
-        match = self.prefixes.match(sequence.identity, sequence.tokens[:-1])
-        if sequence.swapped or sequence.imported:  # what is not in place is brought there
-            match, had = match.in_place(), sequence.preempted_at if sequence.swapped else sequence.imported
-            match = match._replace(tokens=max(match.tokens, had))
-        # A block to be copied cannot be taken meanwhile; where all are needed, it is not copied.
-        return match if self._blocks_short(sequence, match) <= 0 else match.whole()
+        return find(self, sequence)
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
         """Moves one of the queue to running, with blocks for all the tokens it has."""
@@ -516,7 +520,7 @@ class Scheduler:
             heapq.heapify(self._waiting)
         self._dequeue(sequence)
         if self.prefixes is not None:
-            self._reuse(sequence, plan, self.prefixes)
+            reuse(self, sequence, plan)
         self.swap.back(sequence, plan.loads, self.allocator)
         if sequence.imported:
             sequence.computed = sequence.cached = max(sequence.computed, sequence.imported)
@@ -526,41 +530,10 @@ class Scheduler:
         self.allocator.grow(sequence.blocks, sequence.length)
         self._run(sequence)
 
-    def _blocks_short(self, sequence: Sequence, match: Match) -> int:
+    def blocks_short(self, sequence: Sequence, match: Match) -> int:
         """Counts blocks that are not free and that it needs for the tokens it has."""
         need = self.allocator.blocks_for(sequence.length) - match.in_pool
         return need - (self.allocator.num_free - match.kept_in_pool)
-
-    def _reuse(self, sequence: Sequence, plan: StepPlan, prefixes: PrefixTree) -> None:
-        """Gives a sequence the blocks of what is computed of it: shared, loaded, or copied."""
-        allocator, blocks, match = self.allocator, sequence.blocks, self.match(sequence)
-        taken = {node: node.block for node in match.nodes if node.block is not None and match.takes(node)}
-        copied = [node.block for node in match.path if node.block is not None and node not in taken]
-        for block in (*taken.values(), *copied):
-            allocator.hold(block)  # so that none is taken for another; the last until it is copied
-        sources, mine = Counter[str](), True
-        for node in match.nodes:
-            sources["device" if node in taken or node.slot is None else "host"] += len(node.tokens)
-            if node in taken:
-                blocks.append(taken[node])
-                continue
-            plan.fetch(node, self._new_block(blocks))
-            mine &= node.block is None
-            if mine:  # what follows another table's block may not outlive that
-                prefixes.place(node, blocks[-1])
-        if match.partial is not None:
-            plan.fetch(match.partial, self._new_block(blocks))
-            sources["partial"] += match.extra
-        allocator.release(copied)
-        sequence.computed = sequence.cached = match.tokens
-        prefixes.use(match)
-        again = sequence.preemptions > 0 or sequence.generated > 0  # resumed
-        prefixes.count(sequence.prompt_len, sources, sequence.not_looked_up, again)
-
-    def _new_block(self, blocks: list[int]) -> int:
-        """Adds a block of its own to a table and returns it."""
-        (block,) = self.allocator.grow(blocks, (len(blocks) + 1) * self.allocator.block_size)
-        return block
 
     def _run(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self.free_slots)

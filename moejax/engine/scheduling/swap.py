@@ -34,7 +34,8 @@ class SwapSpace:
     Attributes:
         move_s: seconds that copying `MOVED_AT_A_TIME` blocks out and in again takes, for "auto".
         saves: slot → block that is still to be copied there, before anything is written to the block again.
-        counts: `swapped_tokens` and `recomputed_tokens` of those that came back, and `swaps_without_room`.
+        counts: `swapped_tokens` and `recomputed_tokens` of those that came back, `swaps_without_room`, and
+            `swaps_given_up` of those that were lost, or are computed again sooner than loaded.
     """
 
     def __init__(self, mode: Preemption = "recompute", first: int = 0, slots: int = 0) -> None:
@@ -126,4 +127,5 @@ class SwapSpace:
 def swap_stats(spaces: Iterable[SwapSpace]) -> dict[str, Any]:
     """Returns what `LLM.stats` tells of tokens that were preempted, and of swaps that found no room."""
     counts = sum((space.counts for space in spaces), Counter[str]())
-    return {name: counts[name] for name in ("swapped_tokens", "recomputed_tokens", "swaps_without_room")}
+    names = ("swapped_tokens", "recomputed_tokens", "swaps_without_room", "swaps_given_up")
+    return {name: counts[name] for name in names}

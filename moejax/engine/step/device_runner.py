@@ -160,6 +160,11 @@ class DeviceRunner(BucketRunner):
         if self.drafter is not None:
             self.drafter.reset()
 
+    def shrink(self, blocks: int) -> None:
+        """Frees the memory of all blocks behind the first ones, which nobody uses."""
+        for runner in self._both:
+            runner.pool.shrink(runner.pool.layout.segments_for(blocks))
+
     @property
     def last(self) -> jax.Array:
         return self._last if self.leader is None else self.leader.last
@@ -203,6 +208,7 @@ class DeviceRunner(BucketRunner):
         for runner in self._both:
             runner.move(plan)
             runner.store.settle()
+            runner.store.begin()
 
     def move(self, plan: Plan) -> None:
         """Copies blocks to the host's store, then others from there."""
@@ -246,7 +252,7 @@ class DeviceRunner(BucketRunner):
                 ids[: len(part)] = part
                 pages = self.pool.take_segment(int(z))
                 if saving:
-                    self.store.put(into, program(pages, ids))
+                    self.store.put(into, jax.tree.leaves(program(pages, ids)))
                 else:
                     padded = self.store.get(into + into[:1] * (most - len(into)))
                     new = jax.tree.unflatten(jax.tree.structure(pages), padded)
