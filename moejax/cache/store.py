@@ -40,6 +40,10 @@ class BlockStore:
         for mine, array in zip(self._arrays, arrays, strict=True):
             mine[slot] = array[block]
 
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        """Takes all its blocks, as `get` gives them."""
+        self._arrays = list(arrays)
+
     def _make(self, like: Sequence[Any]) -> None:
         if not self._arrays:
             self._arrays = [np.empty((self.slots, *each.shape[1:]), each.dtype) for each in like]

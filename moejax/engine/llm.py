@@ -22,7 +22,7 @@ from moejax.engine.llm_changes import Changes
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.memory import EngineMemory, device_limit
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
-from moejax.engine.opening.start import planning_engine, start
+from moejax.engine.opening.start import Started, planning_engine, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder, drawn
@@ -92,7 +92,7 @@ class LLM(Changes):
         if fill:  # what is only planned may be for another device
             self._planned.check(device_limit(devices=resolved.parallel.num_devices), planned)
         self._weights = load(resolved, on_progress, tiers=planned.tiers) if fill else planned
-        self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
+        self.quant_config = resolved.quant
         self.seed = resolved.seed
         self.model_dir, self.config = resolved.directory, resolved.config
         self.tokenizer, self.eos_token_ids = resolved.tokenizer, resolved.eos_token_ids
@@ -101,10 +101,15 @@ class LLM(Changes):
 
     def _start(self, resolved: ResolvedEngine) -> None:
         """Builds scheduler, cache and runner."""
-        self._resolved = resolved
+        self._take(resolved, start(resolved, self._weights))
+        self.builder = self._request_builder(resolved.replay)
+        self._submitted: dict[str, RequestState] = {}
+
+    def _take(self, resolved: ResolvedEngine, started: Started) -> None:
+        self._resolved, self.parallel_config = resolved, resolved.parallel
         self._weights.users.add(self)
         self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
-        self.engine, self.runner, blocks = start(resolved, self._weights)
+        self.engine, self.runner, blocks = started
         self.ledger = self.runner.ledger
         self._planned = dataclasses.replace(self._planned, resolved=resolved)
         self.memory = self._planned.certificate(cache=self.runner.cache)
@@ -112,8 +117,6 @@ class LLM(Changes):
         chosen = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
         windows = [resolved.window_cache] if any(resolved.config.sliding_windows) else []
         self.resolutions = [*chosen, *windows, memory]
-        self.builder = self._request_builder(resolved.replay)
-        self._submitted: dict[str, RequestState] = {}
 
     def _request_builder(self, replay: RoutingReplay | None) -> RequestBuilder:
         """Returns a builder that has numbered no request yet."""

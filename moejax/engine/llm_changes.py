@@ -2,22 +2,27 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from moejax.checkpoint.peft import Adapter
 from moejax.core.config import ModelConfig
+from moejax.core.parallel import ParallelConfig
 from moejax.engine.core import Engine, PauseMode
 from moejax.engine.opening.resolve import ResolvedEngine
 from moejax.engine.opening.weights import Weights
 from moejax.engine.pipeline.runner import PipelineRunner
+from moejax.engine.reconfigure import KvMove, Reconfigured, reconfigure
 from moejax.engine.routing.expert_counts import LoadWindow
 from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.update import update_weights
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
+
+if TYPE_CHECKING:
+    from moejax.engine.llm import LLM
 
 
 class Changes:
@@ -28,6 +33,27 @@ class Changes:
     runner: DeviceRunner | PipelineRunner
     _resolved: ResolvedEngine
     _weights: Weights
+
+    def reconfigure(self, parallel: ParallelConfig | None, *, kv: KvMove = "move") -> Reconfigured:
+        """Spreads the running engine over devices in another way; no request is lost, and tokens are those
+        that there would have been.
+
+        A second copy of the weights, a cache and programs are made beside the running engine, which goes on
+        meanwhile if other threads wait for it; requests move between two steps. Statistics, captured routing,
+        adapters and requests' numbers go on. Forgotten are prefixes, `rebalance`'s placement, and what swaps
+        and prefixes counted. Variants stay as they are. The first step is taken here.
+
+        Args:
+            kv: "move" takes keys and values of running requests along. "recompute" computes them anew, as is
+                done in any case with penalties, linear attention, windows with blocks of their own, evicted
+                blocks, for what was swapped out, and where there is no room.
+
+        Raises:
+            ConfigError: the model, its settings or a request that is here do not go with the layout, or there
+                is no memory for both; nothing has changed then.
+            RequestError: it is called from within a step, or another call has changed the engine meanwhile.
+        """
+        return reconfigure(cast("LLM", self), parallel, kv)
 
     def update_weights(self, values: Decoder | Mapping[str, Any], running: PauseMode = "wait") -> None:
         """Puts new values in place of weights, for variants of this engine too; nothing is compiled again,

@@ -103,11 +103,13 @@ class BucketRunner(ABC):
         store_slots: blocks of each group that the host's store has room for.
 
     `drafter` is the runner of another model that drafts, and this one's its `leader`; None without.
+    `warmed` is what `warmup` was told last.
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
 
     leader: Any = None
     drafter: Any = None
+    warmed: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -261,8 +263,11 @@ class BucketRunner(ABC):
             record: compile the steps that record routing as well. On one group then every step counts: a few
                 operations, and half as many programs.
         """
+        prompt_logprobs = sorted({-1, *prompt_logprobs})
+        asked = {"samples": samples, "prompt_logprobs": prompt_logprobs, "record": record}
+        self.warmed = {"max_total_len": max_total_len, "modes": modes, **asked}
         self.builder.warm_modes = list(dict.fromkeys(modes))
-        self.builder.warm_prompt_logprobs = sorted({-1, *prompt_logprobs})
+        self.builder.warm_prompt_logprobs = prompt_logprobs
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]

@@ -1,0 +1,76 @@
+"""From the scheduler of one layout into that of another, between two steps. No JAX here.
+
+Who runs goes on where it was, if a group has room for it; else it is queued again, as what is preempted is.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from moejax.engine.scheduling.sequence import Sequence, State
+
+
+class Place(NamedTuple):
+    """Where a sequence that runs goes on: its group, and the blocks that are to hold what its own do."""
+
+    sequence: Sequence
+    group: int
+    blocks: list[int]
+
+    def moves(self, block_size: int) -> list[tuple[int, int, int, int]]:
+        """Returns the group and number of each block that holds anything, and those of its copy."""
+        held = -(-(self.sequence.computed + len(self.sequence.tentative)) // block_size)
+        pairs = zip(self.sequence.blocks[:held], self.blocks, strict=False)
+        return [(self.sequence.group, block, self.group, copy) for block, copy in pairs]
+
+
+def find_places(old: Any, new: Any, stays: Callable[[Sequence], bool]) -> list[Place]:
+    """Finds room in a new, empty scheduler for who runs and `stays`, in the policy's order. Blocks that tables
+    share are there once for each. The sequences are left as they are."""
+    parts, places = getattr(new, "groups", [new]), list[Place]()
+    slots, load = [part.max_num_seqs for part in parts], [0] * len(parts)
+    for sequence in filter(stays, sorted(old.running, key=new.policy.key)):
+        need = len(sequence.blocks)
+        fits = [
+            g for g, p in enumerate(parts) if slots[g] >= sequence.samples and p.allocator.num_free >= need
+        ]
+        if fits:
+            group = min(fits, key=load.__getitem__)
+            slots[group] -= sequence.samples
+            load[group] += sequence.max_length * sequence.samples
+            allocator = parts[group].allocator
+            places.append(Place(sequence, group, allocator.grow([], need * allocator.block_size)))
+    return places
+
+
+def waiting(scheduler: Any) -> list[Sequence]:
+    """Returns the queues of all groups."""
+    return [s for part in getattr(scheduler, "groups", [scheduler]) for s in part.waiting()]
+
+
+def hand_over(old: Any, new: Any, places: list[Place]) -> None:
+    """Gives a new scheduler all sequences of the old one, which is of no use then."""
+    parts, key, left = getattr(new, "groups", [new]), new.policy.key, [*old.running, *waiting(old)]
+
+    def deal(sequence: Sequence, group: int | None = None) -> Any:
+        if len(parts) > 1:
+            return parts[new.deal(sequence, group)]
+        for each in (sequence, *sequence.forks):
+            each.group = 0
+        return parts[0]
+
+    for sequence, group, blocks in places:
+        sequence.blocks = blocks
+        deal(sequence, group)._run(sequence)
+    staying = {id(place.sequence) for place in places}
+    for sequence in sorted((s for s in left if id(s) not in staying), key=key):
+        part = deal(sequence)
+        sequence.swapped = []
+        if sequence.state is State.RUNNING:
+            sequence.preempted_at, sequence.preemptions = sequence.computed, sequence.preemptions + 1
+            sequence.computed = sequence.cached = sequence.guessed = 0
+            sequence.blocks, sequence.window_blocks, sequence.tentative, sequence.slot = [], [], [], -1
+            part._enqueue(sequence)
+        else:  # the policy has counted it as queued
+            heapq.heappush(part._waiting, ((False, *key(sequence)), sequence.order, sequence))
+            part.num_waiting += sequence.samples
