@@ -1,21 +1,22 @@
 """Another layout under a running engine, without losing a request.
 
-    beside the old engine    plan, check memory, copy the weights, warm up
+    beside    plan, check memory, copy the weights, warm up; the old engine goes on meanwhile
     collect   from here on under the engine's lock: the step in flight is read
     save      blocks of those that run → the host's memory, where they have all heads and layers
-    weights   those that have changed since they were copied
+    weights   copied anew if they have changed since
     load      blocks → the new cache; all sequences → the new scheduler; the old arrays are freed
     step      the first one
 
-Until the end of `load` nothing of the old engine is changed, so that it goes on after any failure.
+The old engine is as it was until `load` is done, and goes on if anything fails.
 """
 
 import dataclasses
 import itertools
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +91,21 @@ def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reco
     with engine.lock:
         _check(llm, kv)
     resolved = _laid_out(llm._resolved, parallel)
-    planned = _planned(resolved, weights)
+    formats = {
+        path: Chosen("", held.format) for stage in llm.stages for path, held in quantized_weights(stage)
+    }
+    # No file is read: each weight is quantized as it is now.
+    by_shape = dataclasses.replace(resolved, source=None, quantization=QuantizationPlan(formats))
+    planned = load(by_shape, fill=False)
     memory = EngineMemory.of(resolved, planned)
     memory.check(device_limit(devices=resolved.parallel.num_devices), planned)
-    copied = _copy(weights, planned, {})
-    started = start(resolved, planned)
+    copied, weight_bytes = _copy(weights, planned)
+    # Programs over several devices must start in one order on each: never beside the engine's.
+    with engine.lock if resolved.engine.preemption == "auto" else nullcontext():
+        started = start(resolved, planned)
     fresh, new = started.engine.scheduler, started.runner
     new.builder.record_all, new.builder.replay = old.builder.record_all, old.builder.replay
-    _warm(old, new)
+    _warm(old, new, engine.lock)
     with engine.lock:
         _check(llm, kv)
         if llm.runner is not old or llm._weights is not weights:
@@ -108,21 +116,19 @@ def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reco
             if stopped is None:
                 engine.pause("keep")
             running, queued = len(scheduler.running), waiting(scheduler)
-            _check_fits([*scheduler.running, *queued], fresh)
             places = find_places(scheduler, fresh, lambda s: kv == "move" and _stays(resolved, s))
             at.append(time.perf_counter())
             moves = [move for place in places for move in place.moves(scheduler.allocator.block_size)]
             groups, blocks, new_groups, new_blocks = np.array(moves, np.int64).reshape(-1, 4).T
             saved = _read(old, groups, blocks)
             at.append(time.perf_counter())
-            copied = _copy(weights, planned, copied)
+            if any(variable.get_value() is not value for variable, value in copied):
+                copied, weight_bytes = _copy(weights, planned)
             at.append(time.perf_counter())
             _write(new, new_groups, new_blocks, saved)
             forgotten = sum(cache.num_kept for cache in scheduler.prefix_caches)
             hand_over(scheduler, fresh, places)
-            weight_bytes = _take_over(llm, resolved, planned, started)
-            llm._planned = memory
-            llm._take(resolved, Started(engine, new, started.blocks))
+            _take_over(llm, resolved, planned, started, memory)
         finally:
             if stopped is None:
                 engine.unpause()
@@ -134,20 +140,19 @@ def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reco
             finally:
                 engine.overlap = overlap
         at.append(time.perf_counter())
-    return Reconfigured(
-        *(after - before for before, after in itertools.pairwise(at)),
-        *(weight_bytes, sum(array.nbytes for array in saved)),
-        *(len(places), running - len(places), len(queued), forgotten),
-    )
+    told: list[Any] = [after - before for before, after in itertools.pairwise(at)]
+    told += [weight_bytes, sum(array.nbytes for array in saved), len(places), running - len(places)]
+    told += [len(queued), forgotten]
+    return Reconfigured(*told)
 
 
 def _check(llm: "LLM", kv: str) -> None:
     """Raises what keeps an engine from changing its layout now."""
     if llm.engine.stopped == CLOSED or llm.engine._turning:
-        closed = llm.engine.stopped == CLOSED
-        raise RequestError(CLOSED if closed else "reconfigure: not from within a step; call it between two")
-    if kv not in ("move", "recompute"):
-        raise ConfigError(f"reconfigure: {unknown('kv', kv, ('move', 'recompute'))}")
+        within = "reconfigure: not from within a step; call it between two"
+        raise RequestError(within if llm.engine._turning else CLOSED)
+    if kv not in get_args(KvMove):
+        raise ConfigError(f"reconfigure: {unknown('kv', kv, get_args(KvMove))}")
     engine, weights = llm.engine_config, llm._weights
     refusals = {
         "several processes": jax.process_count() > 1,
@@ -160,20 +165,11 @@ def _check(llm: "LLM", kv: str) -> None:
     refuse("reconfigure", True, refusals, "; open another LLM")
 
 
-def _check_fits(sequences: list[Sequence], scheduler: Any) -> None:
-    try:
-        for sequence in sequences:
-            scheduler.check_fits(sequence)
-    except RequestError as error:
-        raise ConfigError(f"reconfigure: a request that is here could never run there: {error}") from error
-
-
 def _stays(resolved: ResolvedEngine, sequence: Sequence) -> bool:
     """Tells whether blocks are all that a running sequence needs to go on: they hold neither what penalties
     have seen nor states, nor windows' blocks."""
     evicts = resolved.engine.kv_policy.method != "none" or resolved.window is not None
-    penalty = sequence.mode is not None and sequence.mode.penalty
-    return not (evicts or penalty or any(resolved.config.linear_layers))
+    return not (evicts or sequence.mode.penalty or any(resolved.config.linear_layers))
 
 
 def _laid_out(resolved: ResolvedEngine, parallel: ParallelConfig | None) -> ResolvedEngine:
@@ -188,29 +184,15 @@ def _laid_out(resolved: ResolvedEngine, parallel: ParallelConfig | None) -> Reso
     return dataclasses.replace(new, resolutions=[*kept, *layout_told(new)])
 
 
-def _planned(resolved: ResolvedEngine, weights: Weights) -> Weights:
-    """Returns weights of a layout without values, quantized as they are: no file is read."""
-    held = [item for stage in weights.stages for item in quantized_weights(stage)]
-    formats = {path: Chosen("as it is", weight.format) for path, weight in held}
-    by_shape = dataclasses.replace(resolved, source=None, quantization=QuantizationPlan(formats))
-    planned = load(by_shape, fill=False)
-    here = _tensors(weights)
-    for name, ((_, laid), *_) in _tensors(planned).items():
-        if laid.form != here[name][0][1].form:
-            raise ConfigError(f"reconfigure: {name} would have another form there; open another LLM")
-    told = [*weights.resolutions[:2], *planned.resolutions[2:]]
-    return dataclasses.replace(planned, resolutions=told, quant_report=weights.quant_report)
-
-
-def _warm(old: AnyRunner, new: AnyRunner) -> None:
+def _warm(old: AnyRunner, new: AnyRunner, lock: Any) -> None:
     """Compiles what the old runner was warmed up for, or else the steps that it has had, and what copies
     blocks from one to the other."""
     if old.warmed is not None:
-        new.warmup(**old.warmed)
+        new.warmup(**old.warmed, lock=lock)
     else:
         new.count_always(old.builder.counting)
-        had = (key for key, _ in old.ledger.programs("step"))
-        new.compile_ahead(key for key in had if key.blocks in new.limits.segment_ends)
+        had = [key for key, _ in old.ledger.programs("step") if key.blocks in new.limits.segment_ends]
+        new.compile_ahead(had)
     warmed_up, old.ledger.warmed_up = old.ledger.warmed_up, False  # it is no defect
     for runner in (old, new):
         for z in range(len(runner.buckets.segments.sizes)):
@@ -218,9 +200,11 @@ def _warm(old: AnyRunner, new: AnyRunner) -> None:
     old.ledger.warmed_up = warmed_up
 
 
-def _take_over(llm: "LLM", resolved: ResolvedEngine, planned: Weights, started: Started) -> int:
+def _take_over(
+    llm: "LLM", resolved: ResolvedEngine, planned: Weights, started: Started, memory: EngineMemory
+) -> None:
     """Has the loop go on with another engine's parts, so that who waits for it waits still, and frees the old
-    one's memory; returns `Reconfigured.weight_bytes`."""
+    one's memory."""
     engine, old, new, weights = llm.engine, llm.runner, started.runner, llm._weights
     for name in ("scheduler", "runner", "rebalance", "compilations", "adaptive", "times"):
         setattr(engine, name, getattr(started.engine, name))
@@ -235,12 +219,11 @@ def _take_over(llm: "LLM", resolved: ResolvedEngine, planned: Weights, started: 
     new.ledger.warmed_up = old.ledger.warmed_up
     planned.adapters.succeed(weights.adapters, planned.functions)
     llm.builder.laid_out(resolved, planned.adapters)
-    here, there = _tensors(weights), _tensors(planned)
-    moved = sum(bytes_moved([x for _, x in here[n]], laid) for n, all_ in there.items() for _, laid in all_)
-    old.reset()
+    for pool in old.pools:
+        pool.reset()
     weights.release(llm)
-    llm._weights = planned
-    return moved
+    llm._weights, llm._planned = planned, memory
+    llm._take(resolved, Started(engine, new, started.blocks))
 
 
 # -- blocks ----------------------------------------------------------------------------------------------
@@ -264,9 +247,8 @@ def _write(runner: AnyRunner, groups: np.ndarray, blocks: np.ndarray, arrays: li
     """Puts what `_read` has given into other blocks, each layer's where it is now."""
     rest = iter(arrays)
     for part in _stages(runner) if arrays else ():
-        mine = list(itertools.islice(rest, len(jax.tree.leaves(part.pool.blocks(1)))))
         store = BlockStore(len(blocks))
-        store.fill(mine)
+        store.fill(list(itertools.islice(rest, len(jax.tree.leaves(part.pool.blocks(1))))))
         part.transport(False, store, groups, blocks, np.arange(len(blocks)))
     jax.block_until_ready([pool.take_segment(0) for pool in runner.pools if arrays])
 
@@ -275,19 +257,11 @@ def _write(runner: AnyRunner, groups: np.ndarray, blocks: np.ndarray, arrays: li
 
 
 class Laid(NamedTuple):
-    """How a tensor lies: its declaration, the expert in each of its slots where it is of experts, and where."""
+    """How a tensor lies: its declaration, the expert in each slot if it is of experts, its devices."""
 
     spec: ParamSpec
     slots: tuple[int, ...]
     sharding: Sharding
-
-    @property
-    def form(self) -> Any:
-        """What is the same in all layouts."""
-        shape = (
-            size for axis, size in zip(self.spec.axes, self.spec.true_shape, strict=True) if axis != "expert"
-        )
-        return *shape, self.spec.axes, jnp.dtype(self.spec.dtype)
 
     def places(self) -> dict[jax.Device, list[np.ndarray]]:
         """Returns each device's part: of each axis the indices without padding, experts by their numbers."""
@@ -296,27 +270,6 @@ class Laid(NamedTuple):
             axes = [np.arange(size)[mine] for size, mine in zip(self.spec.true_shape, index, strict=True)]
             parts[device] = [np.asarray(self.slots)[axes[0]], *axes[1:]] if self.slots else axes
         return parts
-
-
-Tensors = dict[str, list[tuple[nnx.Variable, Laid]]]
-"""Path → its variables (tied embeddings are on two stages) and how they lie."""
-
-
-def _tensors(weights: Weights) -> Tensors:
-    """Returns all that has values of its own; tables of experts' places follow from the layout."""
-    found: Tensors = {}
-    for stage in weights.stages:
-        nodes, slots = list(nnx.iter_graph(stage)), held_experts(stage) or {}
-        tables = [id(x) for _, n in nodes if isinstance(n, ReplicaTable) for x in (n.physical, n.count)]
-        for path, node in nodes:
-            if isinstance(node, nnx.Param | AdapterArray | Placed) and id(node) not in tables:
-                name, spec, experts = path_name(path), node.get_metadata("spec"), range(0)
-                if spec.axes and spec.axes[0] == "expert":
-                    held = (ids for of, ids in slots.items() if name.startswith(of))
-                    experts = next(held, range(spec.shape[0]))
-                where = node.get_value().sharding or SingleDeviceSharding(jax.devices()[0])
-                found.setdefault(name, []).append((node, Laid(spec, tuple(experts), where)))
-    return found
 
 
 def bytes_moved(was: list[Laid], now: Laid) -> int:
@@ -329,20 +282,43 @@ def bytes_moved(was: list[Laid], now: Laid) -> int:
     return int(lacking) * jnp.dtype(now.spec.dtype).itemsize
 
 
-def _copy(old: Weights, new: Weights, copied: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Gives weights of another layout the values of what has changed since it was `copied`; returns all."""
-    here = _tensors(old)
-    values = {name: tensors[0][0].get_value() for name, tensors in here.items()}
+def _tensors(weights: Weights) -> dict[str, list[tuple[nnx.Variable, Laid]]]:
+    """Returns, by path, all that has values of its own; tied embeddings are on two stages. Tables of experts'
+    places follow from the layout."""
+    found: dict[str, list[tuple[nnx.Variable, Laid]]] = {}
+    for stage in weights.stages:
+        nodes, held = list(nnx.iter_graph(stage)), held_experts(stage) or {}
+        tables = [id(x) for _, n in nodes if isinstance(n, ReplicaTable) for x in (n.physical, n.count)]
+        for path, node in nodes:
+            if isinstance(node, nnx.Param | AdapterArray | Placed) and id(node) not in tables:
+                name, spec = path_name(path), node.get_metadata("spec")
+                experts = range(spec.shape[0]) if spec.axes[:1] == ("expert",) else ()
+                slots = next((ids for of, ids in held.items() if experts and name.startswith(of)), experts)
+                where = node.get_value().sharding or SingleDeviceSharding(jax.devices()[0])
+                found.setdefault(name, []).append((node, Laid(spec, tuple(slots), where)))
+    return found
+
+
+def _copy(old: Weights, new: Weights) -> tuple[list[tuple[nnx.Variable, jax.Array]], int]:
+    """Gives weights of another layout the values of those that there are.
+
+    Returns:
+        What was copied, and `Reconfigured.weight_bytes`.
+    """
+    here, moved = _tensors(old), 0
+    copied = [(variable, variable.get_value()) for every in here.values() for variable, _ in every]
     for name, targets in _tensors(new).items():
-        for variable, to in targets if copied.get(name) is not values[name] else ():
-            laid = here[name][0][1]
-            host = laid.spec.without_padding(np.asarray(values[name]))
-            if to.slots:
-                host = host[[laid.slots.index(expert) for expert in to.slots]]
-            # Not the same memory: either may be deleted.
-            whole = np.zeros(to.spec.shape, host.dtype)
-            whole[tuple(map(slice, host.shape))] = host
-            variable.set_value(jax.device_put(whole, to.sharding))
+        variable, laid = here[name][0]
+        whole = laid.spec.without_padding(np.asarray(variable.get_value()))
+        for target, to in targets:
+            host = whole[[laid.slots.index(expert) for expert in to.slots]] if to.slots else whole
+            if host.shape != to.spec.true_shape:
+                raise ConfigError(f"reconfigure: {name} would have another form there; open another LLM")
+            # Memory of its own: either may be deleted.
+            value = np.zeros(to.spec.shape, host.dtype)
+            value[tuple(map(slice, host.shape))] = host
+            target.set_value(jax.device_put(value, to.sharding))
+            moved += bytes_moved([laid for _, laid in here[name]], to)
     for functions, stage in zip(new.functions, new.stages, strict=True):
         functions.leaves[:] = jax.tree.leaves(nnx.split(stage)[1])
-    return values
+    return copied, moved

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.scheduling.sequence import Sequence, State
 
 
@@ -24,53 +25,58 @@ class Place(NamedTuple):
         return [(self.sequence.group, block, self.group, copy) for block, copy in pairs]
 
 
-def find_places(old: Any, new: Any, stays: Callable[[Sequence], bool]) -> list[Place]:
-    """Finds room in a new, empty scheduler for who runs and `stays`, in the policy's order. Blocks that tables
-    share are there once for each. The sequences are left as they are."""
-    parts, places = getattr(new, "groups", [new]), list[Place]()
-    slots, load = [part.max_num_seqs for part in parts], [0] * len(parts)
-    for sequence in filter(stays, sorted(old.running, key=new.policy.key)):
-        need = len(sequence.blocks)
-        fits = [
-            g for g, p in enumerate(parts) if slots[g] >= sequence.samples and p.allocator.num_free >= need
-        ]
-        if fits:
-            group = min(fits, key=load.__getitem__)
-            slots[group] -= sequence.samples
-            load[group] += sequence.max_length * sequence.samples
-            allocator = parts[group].allocator
-            places.append(Place(sequence, group, allocator.grow([], need * allocator.block_size)))
-    return places
-
-
 def waiting(scheduler: Any) -> list[Sequence]:
     """Returns the queues of all groups."""
     return [s for part in getattr(scheduler, "groups", [scheduler]) for s in part.waiting()]
 
 
+def find_places(old: Any, new: Any, stays: Callable[[Sequence], bool]) -> list[Place]:
+    """Finds room in a new, empty scheduler for who runs and `stays`, in the policy's order. Blocks that are
+    shared are there once for each table. The sequences are left as they are.
+
+    Raises:
+        ConfigError: one of all, those that wait included, could never run there.
+    """
+    for sequence in (*old.running, *waiting(old)):
+        try:
+            new.check_fits(sequence)
+        except RequestError as error:
+            raise ConfigError(f"reconfigure: a request could never run there: {error}") from error
+    parts, places = getattr(new, "groups", [new]), list[Place]()
+    slots, load = [part.max_num_seqs for part in parts], [0] * len(parts)
+    for sequence in filter(stays, sorted(old.running, key=new.policy.key)):
+        samples, blocks = sequence.samples, len(sequence.blocks)
+        for group in sorted(range(len(parts)), key=load.__getitem__):
+            allocator, table = parts[group].allocator, list[int]()
+            if slots[group] >= samples and allocator.num_free >= blocks:
+                allocator.grow(table, blocks * allocator.block_size)
+                places.append(Place(sequence, group, table))
+                slots[group] -= samples
+                load[group] += sequence.max_length * samples
+                break
+    return places
+
+
 def hand_over(old: Any, new: Any, places: list[Place]) -> None:
     """Gives a new scheduler all sequences of the old one, which is of no use then."""
-    parts, key, left = getattr(new, "groups", [new]), new.policy.key, [*old.running, *waiting(old)]
+    parts, key, staying = getattr(new, "groups", [new]), new.policy.key, {id(each[0]) for each in places}
 
     def deal(sequence: Sequence, group: int | None = None) -> Any:
-        if len(parts) > 1:
-            return parts[new.deal(sequence, group)]
         for each in (sequence, *sequence.forks):
             each.group = 0
-        return parts[0]
+        return parts[new.deal(sequence, group)] if len(parts) > 1 else new
 
+    others = sorted((s for s in (*old.running, *waiting(old)) if id(s) not in staying), key=key)
     for sequence, group, blocks in places:
         sequence.blocks = blocks
         deal(sequence, group)._run(sequence)
-    staying = {id(place.sequence) for place in places}
-    for sequence in sorted((s for s in left if id(s) not in staying), key=key):
-        part = deal(sequence)
-        sequence.swapped = []
+    for sequence in others:
+        part, sequence.swapped = deal(sequence), []
         if sequence.state is State.RUNNING:
             sequence.preempted_at, sequence.preemptions = sequence.computed, sequence.preemptions + 1
             sequence.computed = sequence.cached = sequence.guessed = 0
             sequence.blocks, sequence.window_blocks, sequence.tentative, sequence.slot = [], [], [], -1
             part._enqueue(sequence)
-        else:  # the policy has counted it as queued
+        else:  # which the policy has counted
             heapq.heappush(part._waiting, ((False, *key(sequence)), sequence.order, sequence))
             part.num_waiting += sequence.samples

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -249,6 +250,7 @@ class BucketRunner(ABC):
         samples: int = 1,
         prompt_logprobs: Iterable[int] = (-1,),
         record: bool = False,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
         empty batch: the first run of a program costs tens of milliseconds more than the next.
@@ -262,6 +264,7 @@ class BucketRunner(ABC):
             prompt_logprobs: likeliest tokens that steps with prompts are to report, -1 for none.
             record: compile the steps that record routing as well. On one group then every step counts: a few
                 operations, and half as many programs.
+            lock: held for each rehearsal, where other threads use the devices.
         """
         prompt_logprobs = sorted({-1, *prompt_logprobs})
         asked = {"samples": samples, "prompt_logprobs": prompt_logprobs, "record": record}
@@ -301,7 +304,8 @@ class BucketRunner(ABC):
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
-            jax.block_until_ready(self._run(key, buffer))
+            with lock or nullcontext():
+                jax.block_until_ready(self._run(key, buffer))
         counts = sorted({segments for _, _, segments in reachable})
         copies = samples > 1 or self.config.prefix_cache.enabled or self.config.compact_cache
         for segments in counts if copies else ():
