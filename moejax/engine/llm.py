@@ -34,6 +34,7 @@ from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.step.bucket_runner import PlannedSteps
+from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.sampler import common_mode
 from moejax.models.decoder import Decoder
 from moejax.perf.certificate import Certificate
@@ -104,6 +105,7 @@ class LLM(Changes):
         self._take(resolved, start(resolved, self._weights))
         self.builder = self._request_builder(resolved.replay)
         self._submitted: dict[str, RequestState] = {}
+        self._ledgers: dict[Any, CompileLedger] = {}  # of the layouts that it has had
 
     def _take(self, resolved: ResolvedEngine, started: Started) -> None:
         self._resolved, self.parallel_config = resolved, resolved.parallel

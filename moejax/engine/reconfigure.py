@@ -59,9 +59,9 @@ class Reconfigured:
     Attributes:
         warmup_s: seconds of all that was done beside the old engine.
         collect_s, save_s, weights_s, load_s, first_step_s: seconds that requests waited, by part; see above.
-        weight_bytes: of weights, what devices have now and had not, by the two layouts' shardings.
-        cache_bytes: of blocks that went through the host's memory.
-        moved, recomputed, waiting: samples that went on with their blocks, are computed anew, were queued.
+        moved_weight_bytes: of weights, what devices have now and had not, by the two layouts' shardings.
+        moved_cache_bytes: of blocks that went through the host's memory.
+        moved, recomputed, queued: samples that went on with their blocks, are computed anew, were queued.
         forgotten_blocks: of the prefix cache.
     """
 
@@ -71,11 +71,11 @@ class Reconfigured:
     weights_s: float
     load_s: float
     first_step_s: float
-    weight_bytes: int
-    cache_bytes: int
+    moved_weight_bytes: int
+    moved_cache_bytes: int
     moved: int
     recomputed: int
-    waiting: int
+    queued: int
     forgotten_blocks: int
 
     @property
@@ -104,6 +104,9 @@ def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reco
     with engine.lock if resolved.engine.preemption == "auto" else nullcontext():
         started = start(resolved, planned)
     fresh, new = started.engine.scheduler, started.runner
+    for laid_out, runner in ((llm._resolved, old), (resolved, new)):  # layouts that come back are compiled
+        key = laid_out.parallel, runner.cache, runner.limits
+        runner.ledger.share(llm._ledgers.setdefault(key, runner.ledger))
     new.builder.record_all, new.builder.replay = old.builder.record_all, old.builder.replay
     _warm(old, new, engine.lock)
     with engine.lock:
@@ -303,7 +306,7 @@ def _copy(old: Weights, new: Weights) -> tuple[list[tuple[nnx.Variable, jax.Arra
     """Gives weights of another layout the values of those that there are.
 
     Returns:
-        What was copied, and `Reconfigured.weight_bytes`.
+        What was copied, and `Reconfigured.moved_weight_bytes`.
     """
     here, moved = _tensors(old), 0
     copied = [(variable, variable.get_value()) for every in here.values() for variable, _ in every]
