@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.update import update_weights
 from moejax.models.decoder import Decoder
 from moejax.routing.capture import RoutingCapture
-
-if TYPE_CHECKING:
-    from moejax.engine.llm import LLM
 
 
 class Changes:
@@ -53,7 +50,7 @@ class Changes:
                 is no memory for both; nothing has changed then.
             RequestError: it is called from within a step, or another call has changed the engine meanwhile.
         """
-        return reconfigure(cast("LLM", self), parallel, kv)
+        return reconfigure(self, parallel, kv)
 
     def update_weights(self, values: Decoder | Mapping[str, Any], running: PauseMode = "wait") -> None:
         """Puts new values in place of weights, for variants of this engine too; nothing is compiled again,

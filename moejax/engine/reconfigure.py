@@ -16,7 +16,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,6 @@ from moejax.nn.lora import AdapterArray
 from moejax.nn.param import ParamSpec, path_name
 from moejax.nn.quantized import quantized_weights
 from moejax.quantization.rules import Chosen
-
-if TYPE_CHECKING:
-    from moejax.engine.llm import LLM
 
 KvMove = Literal["move", "recompute"]
 AnyRunner = DeviceRunner | PipelineRunner
@@ -84,8 +81,8 @@ class Reconfigured:
         return self.collect_s + self.save_s + self.weights_s + self.load_s + self.first_step_s
 
 
-def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reconfigured:
-    """See `LLM.reconfigure`."""
+def reconfigure(llm: Any, parallel: ParallelConfig | None, kv: KvMove) -> Reconfigured:
+    """See `LLM.reconfigure`; `llm` is one."""
     at = [time.perf_counter()]
     engine, old, weights = llm.engine, llm.runner, llm._weights
     with engine.lock:
@@ -149,7 +146,7 @@ def reconfigure(llm: "LLM", parallel: ParallelConfig | None, kv: KvMove) -> Reco
     return Reconfigured(*told)
 
 
-def _check(llm: "LLM", kv: str) -> None:
+def _check(llm: Any, kv: str) -> None:
     """Raises what keeps an engine from changing its layout now."""
     if llm.engine.stopped == CLOSED or llm.engine._turning:
         within = "reconfigure: not from within a step; call it between two"
@@ -204,7 +201,7 @@ def _warm(old: AnyRunner, new: AnyRunner, lock: Any) -> None:
 
 
 def _take_over(
-    llm: "LLM", resolved: ResolvedEngine, planned: Weights, started: Started, memory: EngineMemory
+    llm: Any, resolved: ResolvedEngine, planned: Weights, started: Started, memory: EngineMemory
 ) -> None:
     """Has the loop go on with another engine's parts, so that who waits for it waits still, and frees the old
     one's memory."""
