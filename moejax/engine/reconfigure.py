@@ -94,6 +94,7 @@ def reconfigure(llm: Any, parallel: ParallelConfig | None, kv: KvMove) -> Reconf
     # No file is read: each weight is quantized as it is now.
     by_shape = dataclasses.replace(resolved, source=None, quantization=QuantizationPlan(formats))
     planned = load(by_shape, fill=False)
+    planned.resolutions[:2] = weights.resolutions[:2]  # method and formats, with their reasons
     memory = EngineMemory.of(resolved, planned)
     memory.check(device_limit(devices=resolved.parallel.num_devices), planned)
     copied, weight_bytes = _copy(weights, planned)
@@ -194,10 +195,12 @@ def _warm(old: AnyRunner, new: AnyRunner, lock: Any) -> None:
         had = [key for key, _ in old.ledger.programs("step") if key.blocks in new.limits.segment_ends]
         new.compile_ahead(had)
     warmed_up, old.ledger.warmed_up = old.ledger.warmed_up, False  # it is no defect
-    for runner in (old, new):
-        for z in range(len(runner.buckets.segments.sizes)):
-            runner._mover(z, saving=runner is old)
-    old.ledger.warmed_up = warmed_up
+    try:
+        for runner in (old, new):
+            for z in range(len(runner.buckets.segments.sizes)):
+                runner._mover(z, saving=runner is old)
+    finally:
+        old.ledger.warmed_up = warmed_up
 
 
 def _take_over(

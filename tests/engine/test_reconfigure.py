@@ -60,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=14, temperature=0.9, seed=5, n=3, ignore_eos=True),
+    SamplingParams(max_tokens=14, temperature=0.9, seed=5, n=2, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=0.8, seed=2, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=10, temperature=0.7, seed=1, repetition_penalty=1.3, ignore_eos=True),
 ]
@@ -69,6 +69,13 @@ PARAMS = [
 def opened(config: Any, layout: str = "single", engine: EngineConfig = ENGINE, **options: Any) -> LLM:
     parallel = ParallelConfig(**(NARROW | LAYOUTS)[layout])
     return LLM(config, load_format="dummy", engine=engine, parallel=parallel, **options)
+
+
+def warm(config: Any, layout: str = "single", engine: EngineConfig = ENGINE, **options: Any) -> LLM:
+    """One whose steps have one mode, and so few programs in each layout."""
+    llm = opened(config, layout, engine, **options)
+    llm.warmup(max_total_len=40, sampling_params=PARAMS)
+    return llm
 
 
 def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -105,7 +112,7 @@ def served(llm: LLM, changes: dict[int, str]) -> tuple[Any, list[Reconfigured]]:
 
 
 def wanted(config: Any, count: int = 7, engine: EngineConfig = ENGINE, **options: Any) -> Any:
-    llm = opened(config, engine=engine, **options)
+    llm = warm(config, engine=engine, **options)
     return tokens(llm.generate(*map(list, zip(*asked(count), strict=True))))
 
 
@@ -234,7 +241,7 @@ def test_a_closed_engine_says_so() -> None:
 def test_every_pair_of_layouts(family: str, kv: Any) -> None:
     """Requests come before each change: samples with penalties, of several, in the middle of prompts."""
     want = wanted(FAMILIES[family])
-    llm, pairs = opened(FAMILIES[family]), list(itertools.permutations(LAYOUTS, 2))
+    llm, pairs = warm(FAMILIES[family]), list(itertools.permutations(LAYOUTS, 2))
     at, outputs, seen = "single", [], set[tuple[str, str]]()
     for number in range(len(pairs)):
         ahead = [pair for pair in pairs if pair[0] == at and pair not in seen]
@@ -276,7 +283,7 @@ def test_other_engines(name: str) -> None:
     layouts = ["ep4_tp2", "pp2_ep2", "single"]
     if name in ("adaptive", "ngram", "codes", "linear attention"):
         layouts = ["ep2", "dp_attention_ep2", "single"]
-    found, done = served(opened(config, engine=engine, **options), dict(zip((3, 6, 8), layouts, strict=True)))
+    found, done = served(warm(config, engine=engine, **options), dict(zip((3, 6, 8), layouts, strict=True)))
     assert found == want
     assert any(each.moved for each in done) == (name not in ("linear attention", "evicting"))
     if name == "prefixes":
@@ -289,7 +296,7 @@ def test_at_any_instant(seed: int) -> None:
     draw = random.Random(seed)
     family = draw.choice(list(FAMILIES))
     changes = {step: draw.choice(list(LAYOUTS)) for step in sorted(draw.sample(range(25), 4))}
-    assert served(opened(FAMILIES[family]), changes)[0] == wanted(FAMILIES[family])
+    assert served(warm(FAMILIES[family]), changes)[0] == wanted(FAMILIES[family])
 
 
 @pytest.mark.slow
@@ -331,10 +338,9 @@ def test_placed_experts_adapters_and_captured_routing_come_along(tmp_path: Path)
 @pytest.mark.slow
 def test_another_thread_waits_for_its_requests() -> None:
     config = EVERY["qwen3_moe"]
-    want, llm, found = wanted(config, 20), opened(config), []
+    want, llm, found = wanted(config, 20), warm(config), []
     asks = list(map(list, zip(*asked(20), strict=True)))
     thread = threading.Thread(target=lambda: found.extend(llm.generate(*asks)))
-    llm.warmup(max_total_len=40, sampling_params=PARAMS)
     thread.start()
     for layout in ("dp2_tp2", "single"):
         change(llm, layout)
@@ -351,7 +357,7 @@ def test_variants_stay_and_memory_goes_back() -> None:
     config, before = EVERY["qwen3_moe"], live()
     want = wanted(config)
     assert live() == before
-    llm = opened(config, "tp2")
+    llm = warm(config, "tp2")
     twin, lone = llm.variant(ENGINE), live()
     changes = {2: "ep4_tp2", 5: "tp2"}
     assert served(llm, changes)[0] == served(twin, {})[0] == want
