@@ -57,6 +57,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
         lambda c: c.engine.moe.routing.method in ("top_k", "bias"), "for methods that leave experts out"),
     ("engine.moe.routing", "rate", lambda c: c.engine.moe.routing.method != "bias", "for method=bias"),
     ("engine.rebalance", "*", lambda c: not c.engine.rebalance.every_steps, "every_steps is 0"),
+    ("backend.reconfigure_to", "*", lambda c: not c.backend.reconfigure_after, "reconfigure_after is 0"),
     ("parallel", "attention exchange", lambda c: c.parallel.ep == 1, "for ep above 1"),
     ("parallel", "exchange_capacity overlap_shared dispatch_microbatches",
         lambda c: c.parallel.ep == 1 or c.parallel.attention == "tensor", "no tokens are exchanged"),

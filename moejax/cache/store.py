@@ -139,6 +139,10 @@ class BlockStore:
         for mine, array in zip(self._arrays, arrays, strict=True):
             mine[row] = array[block]
 
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        """Takes all its blocks, as `get` gives them."""
+        self._arrays, self._row = list(arrays), OrderedDict((slot, slot) for slot in range(self.slots))
+
     def _make(self, like: Sequence[Any]) -> None:
         if self._arrays:
             return

@@ -73,6 +73,11 @@ class Adapters:
         self.loaded: dict[str, LoadedAdapter] = {}
         self._held: list[LoadedAdapter | None] = [None] * config.slots
         self._lock = threading.Lock()
+        self.succeed(self, functions)
+
+    def succeed(self, other: "Adapters", functions: Sequence[ModelFunctions]) -> None:
+        """Has the adapters that another has had, whose arrays these weight leaves have now."""
+        self.loaded, self._held = other.loaded, other._held
         self._leaves = {id(leaf): (one.leaves, i) for one in functions for i, leaf in enumerate(one.leaves)}
 
     def claim(self, name: str, request: Any) -> LoadedAdapter:

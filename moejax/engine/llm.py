@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 
 from moejax.checkpoint.hf import save_pretrained
-from moejax.checkpoint.peft import Adapter
 from moejax.core.config import EngineConfig, ModelConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.core.parallel import ParallelConfig
@@ -19,10 +18,11 @@ from moejax.core.resolve import Resolution
 from moejax.core.words import byte_words
 from moejax.engine.core import CLOSED, PauseMode
 from moejax.engine.llm_card import engine_card, engine_line
+from moejax.engine.llm_changes import Changes
 from moejax.engine.opening.foreign import refuse
 from moejax.engine.opening.memory import EngineMemory, device_limit
 from moejax.engine.opening.resolve import ResolvedEngine, resolve
-from moejax.engine.opening.start import planning_engine, start
+from moejax.engine.opening.start import Started, planning_engine, start
 from moejax.engine.opening.weights import load
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.builder import RequestBuilder, drawn
@@ -30,13 +30,12 @@ from moejax.engine.requests.inputs import Prompt, as_list, conversations
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.engine.requests.tokenizer import ChatMessage, Tokenizer
-from moejax.engine.routing.expert_counts import LoadWindow, RoutingRecord
-from moejax.engine.routing.rebalance import Rebalanced, rebalance, track_load, tracked
+from moejax.engine.routing.expert_counts import RoutingRecord
 from moejax.engine.routing.recorder import require_recorder
 from moejax.engine.routing.replay import RoutingReplay
 from moejax.engine.step.bucket_runner import PlannedSteps
+from moejax.engine.step.ledger import CompileLedger
 from moejax.engine.step.sampler import common_mode
-from moejax.engine.update import update_weights
 from moejax.models.decoder import Decoder
 from moejax.perf.certificate import Certificate
 from moejax.routing.capture import RoutingCapture
@@ -49,7 +48,7 @@ class _Closed:
         raise RequestError(CLOSED)
 
 
-class LLM:
+class LLM(Changes):
     """A model ready to generate.
 
     Args:
@@ -94,7 +93,7 @@ class LLM:
         if fill:  # what is only planned may be for another device
             self._planned.check(device_limit(devices=resolved.parallel.num_devices), planned)
         self._weights = load(resolved, on_progress, tiers=planned.tiers) if fill else planned
-        self.parallel_config, self.quant_config = resolved.parallel, resolved.quant
+        self.quant_config = resolved.quant
         self.seed = resolved.seed
         self.model_dir, self.config = resolved.directory, resolved.config
         self.tokenizer, self.eos_token_ids = resolved.tokenizer, resolved.eos_token_ids
@@ -103,10 +102,16 @@ class LLM:
 
     def _start(self, resolved: ResolvedEngine) -> None:
         """Builds scheduler, cache and runner."""
-        self._resolved = resolved
+        self._take(resolved, start(resolved, self._weights))
+        self.builder = self._request_builder(resolved.replay)
+        self._submitted: dict[str, RequestState] = {}
+        self._ledgers: dict[Any, CompileLedger] = {}  # of the layouts that it has had
+
+    def _take(self, resolved: ResolvedEngine, started: Started) -> None:
+        self._resolved, self.parallel_config = resolved, resolved.parallel
         self._weights.users.add(self)
         self.engine_config, self.max_model_len = resolved.engine, resolved.max_model_len
-        self.engine, self.runner, blocks = start(resolved, self._weights)
+        self.engine, self.runner, blocks = started
         self.ledger = self.runner.ledger
         self._planned = dataclasses.replace(self._planned, resolved=resolved)
         self.memory = self._planned.certificate(cache=self.runner.cache)
@@ -114,8 +119,6 @@ class LLM:
         chosen = [*resolved.resolutions, *self._weights.resolutions, resolved.kv_cache, blocks]
         windows = [resolved.window_cache] if any(resolved.config.sliding_windows) else []
         self.resolutions = [*chosen, *windows, memory]
-        self.builder = self._request_builder(resolved.replay)
-        self._submitted: dict[str, RequestState] = {}
 
     def _request_builder(self, replay: RoutingReplay | None) -> RequestBuilder:
         """Returns a builder that has numbered no request yet."""
@@ -528,69 +531,3 @@ class LLM:
                 self.runner.reset()  # else the old cache would take the new one's memory
                 self._start(dataclasses.replace(self._resolved, replay=replay))
             self.builder.replay = self.runner.builder.replay = replay
-
-    # -- weights, LoRA adapters, expert placement ------------------------------------------------------
-
-    def update_weights(self, values: Decoder | Mapping[str, Any], running: PauseMode = "wait") -> None:
-        """Puts new values in place of weights, for variants of this engine too; nothing is compiled again,
-        and cached prefixes are forgotten.
-
-        Args:
-            values: another decoder of this configuration, or path of a parameter → `[..., in, out]`.
-            running: "wait" runs what has begun to its end first; with "keep" it goes on from the tokens that
-                it has, whose keys and values are computed anew; "abort" ends all.
-
-        Raises:
-            ConfigError: a parameter that is not there (quantized ones are not), or of another shape.
-            RequestError: it is called from within a step.
-        """
-        update_weights([llm.engine for llm in self._weights.users], self._weights, values, running)
-
-    def load_adapter(self, name: str, path: str | os.PathLike[str] | Adapter) -> None:
-        """Loads a LoRA adapter (PEFT's format) for requests with `RequestOptions(adapter=name)`, while others
-        run and without compiling anything again. Variants of this engine have it, too.
-
-        Raises:
-            ConfigError: no slot is left (`engine.adapters`), or is for one of its matrices; too large a rank;
-                the name is taken; or it is more than LoRA.
-            CheckpointError: it is damaged, or does not fit the model.
-        """
-        with self.engine.lock:
-            self._weights.adapters.load(name, path)
-
-    def unload_adapter(self, name: str) -> None:
-        """Lets no further request have an adapter; those that have it go on, and then its slot is free.
-        Raises `RequestError` where there is none of that name."""
-        with self.engine.lock:
-            self._weights.adapters.unload(name)
-
-    @property
-    def adapters(self) -> list[str]:
-        """The names of the adapters that requests can have."""
-        return list(self._weights.adapters.loaded)
-
-    def track_load(self, window_steps: int = 256) -> LoadWindow:
-        """Counts every expert's assignments over the latest steps from now on.
-
-        Steps that count are programs of their own: call it before `warmup`, or warm up with `record_routing`.
-        """
-        with self.engine.lock:
-            return track_load(self.runner, self.config, window_steps)
-
-    def rebalance(
-        self, loads: np.ndarray | RoutingCapture | None = None, *, min_gain: float = 0.05, factor: float = 1.0
-    ) -> Rebalanced:
-        """Places the experts anew for these loads and moves their weights, while requests go on: outputs do
-        not change, and nothing is compiled again.
-
-        Args:
-            loads: `[L, E]` assignments of all layers, or a trace; None: what `track_load` has counted.
-            min_gain: how much less balanced than the best placement a layer may stay so that less is moved.
-            factor: nothing is moved while no device has more than this times the mean load.
-
-        Raises:
-            ConfigError: the experts are on one device, nothing was counted, or the trace does not fit.
-        """
-        with self.engine.lock:
-            loads = tracked(self.runner) if loads is None else loads
-            return rebalance(self._resolved, self._weights, loads, min_gain, factor)

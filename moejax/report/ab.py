@@ -85,6 +85,10 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
         tables.append(eviction_table(result["eviction"]))
     if result.get("tiers"):
         tables.append(tiers_table(result["tiers"]))
+    if result.get("reconfigured"):
+        names = [name for name in result["reconfigured"][0] if name.endswith(("ms", "bytes"))]
+        columns = [Column("variant", "variant", left=True), *metric_columns(*names)]
+        tables.append(column_table("changes of layout under load", columns, result["reconfigured"]))
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

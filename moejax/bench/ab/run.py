@@ -16,6 +16,7 @@ from moejax.bench.ab.speculation import speculation_rows
 from moejax.bench.ab.tiers import tiers_rows
 from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
+from moejax.bench.backends.reconfiguring import reconfigured_rows
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.experiment_run import ExperimentRun
 from moejax.bench.latency.cases import answer_prompts
@@ -30,7 +31,9 @@ from moejax.results.result import Result
 from moejax.results.service import group_rows
 from moejax.results.statistics import interval_fields, paired_ratio
 
-_TABLES = ("verdicts", "stages", "speculation", "determinism", "mismatch", "eviction", "tiers")
+_TABLES = (
+    "verdicts", "stages", "speculation", "determinism", "mismatch", "eviction", "tiers", "reconfigured",
+)  # fmt: skip
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
 
@@ -245,6 +248,7 @@ def _build(
         mismatch=mismatch_rows(arms, load) if ab.mismatch else [],
         eviction=eviction_rows(arms, load),
         tiers=tiers_rows(arms, load),
+        reconfigured=reconfigured_rows({arm.name: arm.backend for arm in arms}),
         **ladder,
     )
 

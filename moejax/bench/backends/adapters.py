@@ -8,6 +8,7 @@ from flax import nnx
 
 from moejax.bench.backends.config import BackendOptions
 from moejax.bench.backends.moejax import MoejaxBackend
+from moejax.bench.backends.reconfiguring import ReconfiguringBackend
 from moejax.bench.experiment_run import DRY_RUN
 from moejax.checkpoint.peft import Adapter, merge_adapter, read_adapter
 from moejax.core.config import EngineConfig
@@ -65,6 +66,8 @@ def open_ours(options: BackendOptions, llm: LLM) -> MoejaxBackend:
 
     if DRY_RUN.get() is not None:
         return MoejaxBackend(llm)
+    if options.reconfigure_after:
+        return ReconfiguringBackend(llm, options.reconfigure_after, options.reconfigure_to)
     if not options.merged:
         for number, name in enumerate(names):
             if name not in llm.adapters:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, PositiveNumber
 from moejax.core.errors import ConfigError, unknown
+from moejax.core.parallel import ParallelConfig
 
 Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint"]
 Prompts = Literal["token_ids", "text"]
@@ -29,7 +30,8 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "python": _LOCAL, "path": _LOCAL, "threads": _LOCAL, "device": _LOCAL, "dtype": ("hf_transformers",),
     "url": ("openai_endpoint",), "model": ("openai_endpoint",), "api_key_env": ("openai_endpoint",),
     "prompts": ("openai_endpoint",), "options": (*_LOCAL, "openai_endpoint"),
-    "adapters": ("moejax",), "merged": ("moejax",),
+    "adapters": ("moejax",), "merged": ("moejax",), "reconfigure_after": ("moejax",),
+    "reconfigure_to": ("moejax",),
 }  # fmt: skip
 # What a backend beside the first takes from the section itself where it has none of its own.
 _SHARED = ("python", "threads")
@@ -60,6 +62,8 @@ class BackendOptions(Checked, section="backend"):
             have in turns, or directories in PEFT's format.
         merged: moejax: adapters are merged, each into a copy of the model, and one's requests run after
             another's, instead of together in `engine.adapters.slots`.
+        reconfigure_after, reconfigure_to: moejax: after so many requests that arrive over time the engine
+            takes another layout while it serves (`LLM.reconfigure`); 0: never.
     """
 
     kind: Kind = "moejax"
@@ -76,6 +80,8 @@ class BackendOptions(Checked, section="backend"):
     timeout_s: PositiveNumber = 600.0
     adapters: NonNegativeInt | list[str] = 0
     merged: bool = False
+    reconfigure_after: NonNegativeInt = 0
+    reconfigure_to: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, where: str = "backend", shared: Collection[str] = ()) -> None:
         """Checks what can be known before anything runs: values that belong to another kind, missing files,

@@ -108,14 +108,14 @@ class ResolvedEngine:
             ConfigError: `engine` asks for another execution of the experts, which belongs to the weights, or
                 for what the model does not take.
         """
-        engine = _given("engine", engine, EngineConfig)
+        engine = given("engine", engine, EngineConfig)
         shared = ("moe", "kernels", "adapters", "experts", "tiers")
         if any(getattr(engine, name) != getattr(self.engine, name) for name in shared):
             raise ConfigError(
                 "a variant shares its weights, and so engine.moe, engine.kernels, engine.adapters, "
                 "engine.experts and engine.tiers; build another LLM"
             )
-        limits = _engine_limits(engine, self.parallel, self.config, self.kernels)
+        limits = engine_limits(engine, self.parallel, self.config, self.kernels)
         policy = make_policy(engine, jax.process_count())
         return _with_draft(dataclasses.replace(self, engine=engine, policy=policy, **limits))
 
@@ -135,9 +135,9 @@ def resolve(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-    parallel = _given("parallel", parallel, ParallelConfig)
-    quant = _given("quant", quant, QuantConfig)
-    engine = _given("engine", engine, EngineConfig)
+    parallel = given("parallel", parallel, ParallelConfig)
+    quant = given("quant", quant, QuantConfig)
+    engine = given("engine", engine, EngineConfig)
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
         raise ConfigError(f"seed must be an integer, got {seed!r}")
     if not parallel.is_single:
@@ -168,7 +168,7 @@ def resolve(
         layout = layout._replace(value=moe.expert_layout, reason="see engine.autotune")
     if product.value == "pallas_triton":
         moe = dataclasses.replace(moe, grouped_matmul=product.value)
-    limits = _engine_limits(engine, parallel, config, kernels.value)
+    limits = engine_limits(engine, parallel, config, kernels.value)
     remembered = limits["prefix_cache"]
     places = make_places(parallel, config, moe)
     experts = product.value if moe.execution == "grouped" else moe.execution
@@ -183,22 +183,13 @@ def resolve(
         product,
         layout,
         tuned,
-        *_exchanges(config, parallel, engine, places[0], platform.value),
     ]
-    if kernels.value != "xla" and config.qk_norm == "projection" and parallel.tensor_size > 1:
-        # Not silently: the kernels were perhaps asked for by name.
-        why = "it runs over a projection that is split over devices, of which a kernel sees a part"
-        resolutions.append(Resolution("engine.kernels (QK norm)", "xla", why))
     if kernels.value != "xla" and not config.router.has_kernel:
         resolutions.append(Resolution("engine.kernels (router)", "xla", "of two levels, or a SparseMixer"))
-    vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
     if remembered.enabled:
         why = "out of the steps' way" if remembered.place == "host" else "in blocks of the cache"
         why = why if engine.prefix_cache.place == "auto" else f"asked for; {why}"
         resolutions.append(Resolution("engine.prefix_cache.place", remembered.place, why))
-    if padded > vocab:
-        why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
-        resolutions.append(Resolution("vocab_size", str(padded), why))
     resolved = ResolvedEngine(
         parallel=parallel,
         engine=engine,
@@ -220,7 +211,22 @@ def resolve(
         resolutions=resolutions,
         **limits,
     )
-    return _with_draft(resolved)
+    return _with_draft(dataclasses.replace(resolved, resolutions=[*resolutions, *layout_told(resolved)]))
+
+
+def layout_told(resolved: ResolvedEngine) -> list[Resolution]:
+    """Returns what the layout decides."""
+    config, parallel = resolved.config, resolved.parallel
+    told = _exchanges(config, parallel, resolved.engine, resolved.places[0], resolved.platform)
+    if resolved.kernels != "xla" and config.qk_norm == "projection" and parallel.tensor_size > 1:
+        # Not silently: the kernels were perhaps asked for by name.
+        why = "it runs over a projection that is split over devices, of which a kernel sees a part"
+        told.append(Resolution("engine.kernels (QK norm)", "xla", why))
+    vocab, padded = config.vocab_size, parallel.padded_vocab(config.vocab_size)
+    if padded > vocab:
+        why = f"vocabulary {vocab} padded to {padded} for {parallel.tensor_size} devices"
+        told.append(Resolution("vocab_size", str(padded), why))
+    return told
 
 
 def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
@@ -254,7 +260,7 @@ def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
     return dataclasses.replace(resolved, draft=draft)
 
 
-def _engine_limits(
+def engine_limits(
     engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig, kernels: str
 ) -> dict[str, Any]:
     """Returns the fields of `ResolvedEngine` that an engine's configuration decides for a given model.
@@ -571,7 +577,7 @@ def eos_token_ids(config: ModelConfig, directory: Path | None) -> tuple[int, ...
     return tuple(sorted(ids))
 
 
-def _given(name: str, value: Any, kind: Any) -> Any:
+def given(name: str, value: Any, kind: Any) -> Any:
     """Returns `value`, or `kind`'s defaults for None.
 
     Raises:

@@ -55,11 +55,11 @@ class RequestBuilder:
         self.eos_token_ids, self.seed = resolved.eos_token_ids, resolved.seed
         static = resolved.engine.batching == "static"
         self.whole_in = BlockAllocator(cache.num_blocks, cache.block_size) if static else None
-        self.replay, self.adapters = replay, adapters
+        self.replay = replay
         self.slo_classes = resolved.engine.scheduling.slo_classes
         drafts = resolved.engine.speculation
         self.rejection = drafts.most > 0 and drafts.acceptance == "rejection"
-        self.limited = bool(resolved.moe.by_batch) or resolved.parallel.exchange_capacity is not None
+        self.laid_out(resolved, adapters)
         quant, drawn = resolved.quant, resolved.seed if resolved.source is None else None
         policy = resolved.moe.routing
         told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn, policy))
@@ -69,6 +69,11 @@ class RequestBuilder:
         self.constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
         self._orders = itertools.count()
+
+    def laid_out(self, resolved: ResolvedEngine, adapters: Adapters) -> None:
+        """Takes what belongs to the engine's layout, which may change."""
+        self.limited = bool(resolved.moe.by_batch) or resolved.parallel.exchange_capacity is not None
+        self.adapters = adapters
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -77,6 +77,12 @@ class RoutingRecorder:
         shape = (0, len(self._layers), self._top_k)
         self._write(np.empty(shape), np.empty(shape), np.empty((0, len(_INDEX)), np.int32))
 
+    def follow(self, other: "RoutingRecorder") -> None:
+        """Goes on with the cache that another recorder was made for, and with what it knows of the engine."""
+        while self._pending:
+            self._read(self._pending.popleft())
+        self._cached, self.meta = other._cached, other.meta
+
     def next_step(self) -> None:
         """Begins a step: rows added from now on were computed in it."""
         self._steps += 1

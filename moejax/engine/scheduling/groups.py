@@ -80,12 +80,16 @@ class GroupScheduler:
             RequestError: it could never run.
         """
         self.check_fits(sequence)
+        self.groups[self.deal(sequence, group)].add(sequence)
+
+    def deal(self, sequence: Sequence, group: int | None = None) -> int:
+        """Counts a sequence (with its forks) as a group's, and returns that."""
         group = self._least(sequence) if group is None else group
         for each in (sequence, *sequence.forks):
             each.group = group
             self._counted[id(each)] = each.max_length
             self._load[group] += each.max_length
-        self.groups[group].add(sequence)
+        return group
 
     def schedule(self) -> GroupPlan | None:
         """Returns all groups' next step; None if none has anything to compute now."""

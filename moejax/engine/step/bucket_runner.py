@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -103,11 +104,13 @@ class BucketRunner(ABC):
         store_slots: blocks of each group that the host's store has room for.
 
     `drafter` is the runner of another model that drafts, and this one's its `leader`; None without.
+    `warmed` is what `warmup` was told last.
     `capture` takes each computed token's routing where `config.capture_routing` asks for it, else it is None.
     """
 
     leader: Any = None
     drafter: Any = None
+    warmed: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -247,6 +250,7 @@ class BucketRunner(ABC):
         samples: int = 1,
         prompt_logprobs: Iterable[int] = (-1,),
         record: bool = False,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Compiles ahead of time every step that such a workload can need, and rehearses each once on an
         empty batch: the first run of a program costs tens of milliseconds more than the next.
@@ -260,9 +264,13 @@ class BucketRunner(ABC):
             prompt_logprobs: likeliest tokens that steps with prompts are to report, -1 for none.
             record: compile the steps that record routing as well. On one group then every step counts: a few
                 operations, and half as many programs.
+            lock: held for each rehearsal, where other threads use the devices.
         """
+        prompt_logprobs = sorted({-1, *prompt_logprobs})
+        asked = {"samples": samples, "prompt_logprobs": prompt_logprobs, "record": record}
+        self.warmed = {"max_total_len": max_total_len, "modes": modes, **asked}
         self.builder.warm_modes = list(dict.fromkeys(modes))
-        self.builder.warm_prompt_logprobs = sorted({-1, *prompt_logprobs})
+        self.builder.warm_prompt_logprobs = prompt_logprobs
         self.buckets = self.builder.buckets = self._thinned(max_total_len)
         samples = min(samples, self.limits.slots)  # more than that run one group after another
         owners = [1 << i for i in range((samples - 1).bit_length() + 1)]
@@ -296,7 +304,8 @@ class BucketRunner(ABC):
         self.compile_ahead(keys)
         for key in keys:
             buffer = np.tile(self.builder.empty(key), self.groups)
-            jax.block_until_ready(self._run(key, buffer))
+            with lock or nullcontext():
+                jax.block_until_ready(self._run(key, buffer))
         counts = sorted({segments for _, _, segments in reachable})
         copies = samples > 1 or self.config.prefix_cache.enabled or self.config.compact_cache
         for segments in counts if copies else ():

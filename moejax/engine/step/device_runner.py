@@ -234,10 +234,14 @@ class DeviceRunner(BucketRunner):
 
     def _move(self, saving: bool, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks to the store, or from there: group, block and slot of each."""
-        if not moves:
-            return
-        groups, blocks, slots = np.array(moves, np.int64).T
-        slots = slots + groups * self.store_slots
+        if moves:
+            groups, blocks, slots = np.array(moves, np.int64).T
+            self.transport(saving, self.store, groups, blocks, slots + groups * self.store_slots)
+
+    def transport(
+        self, saving: bool, store: BlockStore, groups: np.ndarray, blocks: np.ndarray, slots: np.ndarray
+    ) -> None:
+        """Copies blocks to a store, or from there: each one's group, place in it, and slot."""
         segments, local = self.pool.layout.locate(blocks)
         for z in np.unique(segments):
             size, mine = self.pool.layout.sizes[z], segments == z
@@ -252,9 +256,9 @@ class DeviceRunner(BucketRunner):
                 ids[: len(part)] = part
                 pages = self.pool.take_segment(int(z))
                 if saving:
-                    self.store.put(into, jax.tree.leaves(program(pages, ids)))
+                    store.put(into, jax.tree.leaves(program(pages, ids)))
                 else:
-                    padded = self.store.get(into + into[:1] * (most - len(into)))
+                    padded = store.get(into + into[:1] * (most - len(into)))
                     new = jax.tree.unflatten(jax.tree.structure(pages), padded)
                     self.pool.put_segment(int(z), self.place.ready(program(pages, ids, new)))
 
