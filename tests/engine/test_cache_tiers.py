@@ -243,7 +243,7 @@ def test_a_process_killed_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from tests.engine.test_cache_tiers import *\n"
+        "from tests.engine.test_cache_tiers import dummy, outcome, small_config, tiered, workload\n"
         "calls = [0]\n"
         "def die(*given, of=getattr(os, sys.argv[2])):\n"
         "    calls[0] += 1\n"
