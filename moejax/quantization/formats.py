@@ -150,7 +150,6 @@ class WeightFormat(Checked, section="weight format"):
             raise ConfigError(
                 f"{path}: {self.numbers} packs two codes a byte and needs an even number of inputs, not {D}"
             )
-
         if self.sparse and D % 8:
             raise ConfigError(f"{path}: 2of4 needs a multiple of 8 inputs, whose places fill a byte, not {D}")
 

@@ -42,7 +42,7 @@ def quantized_model(config: ModelConfig, formats: str | Mapping[str, str], seed:
 
 def fill(weight: QuantizedWeight, rng: np.random.Generator) -> None:
     """Any codes but NaN; scales around 0.02, or exponents of such numbers."""
-    for name in ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale"):
+    for name in ("values", "scales", "zeros", "tensor_scale", "group_index", "input_scale", "kept"):
         param = getattr(weight, name)
         if param is None:
             continue

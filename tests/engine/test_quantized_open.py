@@ -11,7 +11,7 @@ from moejax import LLM, EngineConfig, ParallelConfig, QuantConfig, SamplingParam
 from moejax.checkpoint.directory import ASSETS
 from moejax.core.config import ModelConfig, RouterConfig
 from moejax.core.errors import ConfigError
-from moejax.core.quant import CalibrationConfig, ExpertReduction
+from moejax.core.quant import CalibrationConfig, ExpertReduction, QuantRule
 from moejax.core.tiers import ExpertsConfig
 from moejax.engine.opening.resolve import resolve
 from moejax.models.decoder import Decoder
@@ -54,6 +54,9 @@ def test_calibrated_saved_and_opened(method: str, format: str, tmp_path: Path) -
     assert formats[0] == formats[1]
 
 
+EXPERTS = [QuantRule("layers.*.moe.experts.*"), QuantRule("layers.*", method="none")]
+
+
 def fewer(how: Any = "prune", keep: float = 0.5, **weights: Any) -> QuantConfig:
     return QuantConfig(experts=ExpertReduction(how, keep), calibration=CALIBRATION, **weights)
 
@@ -66,7 +69,7 @@ def fewer(how: Any = "prune", keep: float = 0.5, **weights: Any) -> QuantConfig:
         ("deepseek_v3", fewer("merge")),
         ("gpt_oss", fewer(method="rtn", format="int8")),
         ("gpt_oss", QuantConfig(method="wanda", calibration=CALIBRATION)),
-        ("deepseek_v3", QuantConfig(method="magnitude", format="int8_2of4")),
+        ("deepseek_v3", QuantConfig(method="magnitude", format="int8_2of4", rules=EXPERTS)),
     ],
     ids=["pruned", "merged", "pruned and rounded", "wanda", "magnitude"],
 )
