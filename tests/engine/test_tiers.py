@@ -262,7 +262,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"experts": {"resident": 0.5}, "tiers": {"device_gb": 1.0}}, "both say how many"),
     "host": (
         {"experts": {"resident": 0.5}, "tiers": {"host_gb": 1e-5}},
-        r"engine\.tiers\.host_gb=1e-05 does not hold the 0\.000\d+ GB of experts",
+        r"engine\.tiers\.host_gb=1e-05 does not hold the 0\.000\d+ GB that are to be",
     ),
     "codes": (
         {
