@@ -44,7 +44,7 @@ class Metric:
         section: heading of its group.
         means: the definition.
         unit: of its value; "share" is a number from 0 to 1.
-        of: its scope: run, case, process, device, machine or operation.
+        of: its scope: run, case, process, device, machine, operation or change (of layout).
         better: None where neither less nor more is.
         exact: counted or computed, not timed: a difference is one, however often it is measured.
         label, head: in words, and over a table's column; None: its name.

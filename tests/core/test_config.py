@@ -143,6 +143,6 @@ def test_quant(method: Any) -> None:
     text = refusal(QuantConfig, method=method)
     assert (
         text.startswith("quant.method: unknown value")
-        and "(known: awq, gptq, none, rtn, smoothquant)" in text
+        and "(known: awq, gptq, magnitude, none, rtn, smoothquant, wanda)" in text
     )
     assert QuantConfig(method="none") == QuantConfig() and QuantConfig().is_none

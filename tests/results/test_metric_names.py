@@ -22,7 +22,7 @@ def test_the_page_is_made_of_the_glossary() -> None:
 
 
 def test_an_entry_has_a_scope_and_one_meaning() -> None:
-    scopes = {"run", "case", "case or run", "process", "device", "machine", "operation"}
+    scopes = {"run", "case", "case or run", "process", "device", "machine", "operation", "change"}
     assert {metric.of for metric in GLOSSARY} == scopes
     assert all(metric.unit and metric.means for metric in GLOSSARY)
     assert {metric.better for metric in GLOSSARY} == {None, "less", "more"}
