@@ -13,6 +13,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("engine.static_batching", "*", lambda c: c.engine.batching != "static", "for batching=static"),
     ("engine", "swap_memory_gb swap_disk_gb",
         lambda c: c.engine.preemption == "recompute", "for preemption=swap or auto"),
+    ("engine.prefix_cache", "*", lambda c: not c.engine.prefix_cache.enabled, "enabled is false"),
     ("engine", "autotune_budget_s", lambda c: c.engine.autotune != "measure", "for autotune=measure"),
     ("engine.adaptive_batching", "*", lambda c: not c.engine.adaptive_batching.enabled, "limits are fixed"),
     ("engine.adaptive_batching", "sizes", lambda c: c.engine.seq_buckets, "engine.seq_buckets are given"),

@@ -119,7 +119,10 @@ def _check(path: str, shape: tuple[int, ...], method: str, fmt: WeightFormat) ->
             f"{fmt.name}; use awq for weights alone"
         )
     if fmt.sparse != (method in SPARSE):
-        raise ConfigError(f"{path}: magnitude and wanda go with 2of4 formats, not {method} with {fmt.name}")
+        raise ConfigError(
+            f"quant: {path}: methods magnitude and wanda, and they alone, make formats of two in four "
+            f"(bf16_2of4, int8_2of4, …), got {method} with {fmt.name}; change quant.method or quant.format"
+        )
     fmt.check(path, shape[-2], shape[-1])
 
 

@@ -1,5 +1,5 @@
 """Layers whose weights are copied to the device while the layer before them runs, and left there no longer
-(ZeRO-Inference, arXiv 2206.01861 §5)."""
+(ZeRO-Inference, arXiv 2207.00032)."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
