@@ -159,7 +159,8 @@ class ModelSections(Checked):
         """Raises `ConfigError`: `experiment` does not go with experts in tiers."""
         if self.engine.experts_in_tiers:
             raise ConfigError(
-                f"engine.experts.resident, engine.tiers.device_gb: {experiment} {why}; leave them null"
+                f"engine.experts.resident, engine.tiers.device_gb and resident_layers: {experiment} {why}; "
+                "leave them null"
             )
 
 

@@ -77,7 +77,7 @@ def tiers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _tiers_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     names = ("hit_rate", "best_hit_rate", "step_misses", "step_moved_bytes", "step_read_bytes", "wait_share")
     columns = [Column("resident\n%", "resident_share", 100, _percent), *metric_columns(*names)]
-    if any(row["precision"] is not None for row in rows):
+    if any(row.get("precision") is not None for row in rows):
         columns += metric_columns("precision", "recall")
     return columns + metric_columns("slot_bytes", "below_bytes")
 
@@ -120,7 +120,7 @@ def hits_plot(result: Mapping[str, Any]) -> Figure:
 def _measured_plot(result: Mapping[str, Any]) -> Figure:
     """Hit rate and time per token against the share of experts that have a slot, a line a policy and way."""
     figure, axes = new_figure("Experts in tiers", result, 11, 5, 1, 2)
-    cases = [case for case in result["cases"] if case["policy"]]
+    cases = [case for case in result["cases"] if case.get("policy")]
     for axis, key, scale, label in (
         (axes[0], "hit_rate", 100, "hits, % of needed experts"),
         (axes[1], "tpot_ratio", 1, "time per token, over all experts resident"),
@@ -163,12 +163,12 @@ def timeline_plot(result: Mapping[str, Any]) -> Figure | None:
     nearest to it, a column a way."""
     if not measured(result) or not any(result["timelines"]):
         return None
-    cases, first = result["cases"], next(case for case in result["cases"] if case["policy"])
+    cases, first = result["cases"], next(case for case in result["cases"] if case.get("policy"))
     nearest = min((case["resident_share"] for case in cases[1:]), key=lambda share: abs(share - 0.5))
     shown = [
         (case, line)
         for case, line in zip(cases, result["timelines"], strict=True)
-        if case["resident_share"] == nearest and case["policy"] == first["policy"]
+        if case["resident_share"] == nearest and case.get("policy") == first["policy"]
     ]
     title = f"Steps with {100 * nearest:.0f} % of the experts resident"
     grid: dict[str, Any] = {"sharex": "col", "sharey": "row"}

@@ -105,7 +105,7 @@ def test_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["resident"] for each in opened] == [None, 0.75, 0.75, 0.75]
     assert [each.get("tier") for each in opened] == [None, "host", "disk", "disk"]
     everything, *tiered = found["cases"]
-    assert everything["tpot_ratio"] == 1.0 and everything["hit_rate"] is None
+    assert everything["tpot_ratio"] == 1.0 and "hit_rate" not in everything
     for case, line in zip(tiered, found["timelines"][1:], strict=True):
         assert 0 < case["hit_rate"] <= case["best_hit_rate"] <= 1
         steps = len(line["misses"])
@@ -127,6 +127,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         OffloadSection(mode="serve")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"offload\.policies: belady, static needs .* choose among lru"):
         OffloadSection(mode="measured", policies=["static", "belady", "lru"])
+    for nothing in ({"tiers": ["host"], "prefetch": ["next_router"]}, {"shares": [1.0]}, {"tiers": []}):
+        options: dict[str, Any] = dict(nothing)
+        with pytest.raises(ConfigError, match="no engine has experts in tiers; name a share below 1"):
+            OffloadSection(mode="measured", **options)
+    with pytest.raises(ConfigError, match=r"offload\.output_len must be"):
+        OffloadSection(output_len=1)
     with pytest.raises(
         ConfigError, match=r"offload\.output_len=256 leaves no prompt of offload\.seq_len=256"
     ):

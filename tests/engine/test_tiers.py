@@ -341,7 +341,7 @@ def test_faults_of_the_disk_end_their_requests_alone(tmp_path: Path, monkeypatch
         damaged[store._first :: store.records.stride] ^= 1  # of every expert
         store.path.write_bytes(damaged.tobytes())
         tiers.clear()
-        with pytest.raises(StepError, match=r"experts: expert \d+ was changed; remove the file") as caught:
+        with pytest.raises(StepError, match=r"experts: record \d+ was changed; remove the file") as caught:
             mine.generate(PROMPTS, GREEDY)
         assert "\n" not in str(caught.value)
         tiers.check_integrity()

@@ -1,5 +1,6 @@
 """Experts that the host computes where they lie: the same tokens, and the choice of who is."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ def test_scores_by_a_plain_loop(task: str) -> None:
 
 
 def test_what_is_refused() -> None:
+    with opened(DEEP, experts={"resident": 0.9, "miss": "score"}) as mine:
+        more = dataclasses.replace(mine.engine_config, max_num_batched_tokens=16)
+        with pytest.raises(ConfigError, match=r"max_num_batched_tokens=16: .* steps of up to 8 tokens"):
+            mine.variant(more)
     with pytest.raises(ConfigError, match=r"engine\.deterministic=tiles with engine\.experts\.miss=host"):
         opened(DEEP, experts={"resident": 0.5, "miss": "host"}, deterministic="tiles", tile_tokens=4)
     with pytest.raises(ConfigError, match=r"engine\.experts\.task"):

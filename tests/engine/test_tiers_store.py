@@ -103,7 +103,7 @@ def test_a_damaged_file_is_never_believed(
         assert all(same(again, each) for each in range(RECORDS.count))
     else:
         assert again.written
-        with pytest.raises(CheckpointError, match=rf"experts: expert {index} was changed; remove the file"):
+        with pytest.raises(CheckpointError, match=rf"experts: record {index} was changed; remove the file"):
             again.fetch(index).result()
         assert same(again, (index + 1) % RECORDS.count)
     again.close()
@@ -113,7 +113,7 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
     store = written(tmp_path)
     os.truncate(store.path, store._first + 2 * RECORDS.stride + 100)
     assert same(store, 1)
-    with pytest.raises(CheckpointError, match=r"expert 2 ends after \d+ of \d+ bytes; remove the file"):
+    with pytest.raises(CheckpointError, match=r"record 2 ends after \d+ of \d+ bytes; remove the file"):
         store.fetch(2).result()
     store.close()
 
@@ -140,7 +140,7 @@ def test_a_read_error_and_a_slow_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     store = written(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(module.os, "preadv", _failing(errno.EIO))
-        with pytest.raises(CheckpointError, match=r"cannot read .*expert 3: Input/output error"):
+        with pytest.raises(CheckpointError, match=r"cannot read .*record 3: Input/output error"):
             store.fetch(3).result()
     read = os.preadv
 

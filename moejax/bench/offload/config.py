@@ -1,10 +1,11 @@
 """The configuration of `experiments.offload`."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from moejax.bench.common.held_out import HeldOutText
-from moejax.core.checked import Among, NonNegativeNumber, PositiveInt, PositiveNumber
+from moejax.core.checked import Among, NonNegativeNumber, PositiveInt, PositiveNumber, at_least
 from moejax.core.errors import ConfigError
 from moejax.core.tiers import A2crConfig, ResidentPolicy
 from moejax.routing.residency import POLICIES, ReplayOptions
@@ -41,7 +42,7 @@ class OffloadSection(HeldOutText, section="offload"):
     policies: list[Annotated[str, Among(POLICIES, "policy")]] | None = None
     tiers: list[Literal["host", "disk"]] = field(default_factory=lambda: ["host", "disk"])
     prefetch: list[Literal["none", "next_router"]] = field(default_factory=lambda: ["none", "next_router"])
-    output_len: PositiveInt = 64
+    output_len: Annotated[int, at_least(2)] = 64
     link_gb_per_s: PositiveNumber = 1.4
     compute_ms: NonNegativeNumber = 0.1
     a2cr: A2crConfig = field(default_factory=A2crConfig)
@@ -69,13 +70,22 @@ class OffloadSection(HeldOutText, section="offload"):
                 f"offload.policies: {', '.join(unknown)} needs other traces or the future, which no engine"
                 f" has; choose among {', '.join(get_args(ResidentPolicy))}, or offload.mode=replay"
             )
-        if not (self.tiers and self.prefetch):
-            raise ConfigError("offload.tiers and offload.prefetch must name at least one each")
+        if not self.ways or min(self.shares) >= 1:
+            raise ConfigError(
+                "offload.tiers, offload.prefetch, offload.shares: no engine has experts in tiers; name "
+                "a share below 1, host or disk, and none, or next_router for disk"
+            )
         if self.output_len >= self.seq_len:
             raise ConfigError(
                 f"offload.output_len={self.output_len} leaves no prompt of offload.seq_len={self.seq_len};"
                 " lower it"
             )
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """Where experts lie, and how they are foreseen: in the host's memory there is nothing to fetch."""
+        every = itertools.product(self.tiers, self.prefetch)
+        return [(tier, how) for tier, how in every if tier == "disk" or how == "none"]
 
     @property
     def chosen(self) -> list[str]:

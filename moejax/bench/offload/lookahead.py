@@ -18,8 +18,8 @@ _AT_A_TIME = 8  # windows
 def next_router(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """Returns bool `[T, S, L, E]` for int32 `[T, S]`: what is foreseen at each layer with experts while the
     one before runs; of the first one nothing. It is what `engine.experts.prefetch=next_router` fetches."""
-    guess = jax.jit(functools.partial(_guesses, *nnx.split(model)[:1]))
-    state = nnx.split(model)[1]
+    graph, state = nnx.split(model)
+    guess = jax.jit(functools.partial(_guesses, graph))
     parts = [tokens[at : at + _AT_A_TIME] for at in range(0, len(tokens), _AT_A_TIME)]
     whole = [np.pad(part, ((0, _AT_A_TIME - len(part)), (0, 0))) for part in parts]
     ids = np.concatenate([np.asarray(guess(state, jnp.asarray(part, jnp.int32))) for part in whole])

@@ -17,11 +17,6 @@ from moejax.results.metrics import summarize
 from moejax.results.result import Result
 from moejax.routing.residency import recorded_visits, replay
 
-_FIGURES = (
-    "policy", "prefetch", "hit_rate", "best_hit_rate", "step_misses", "step_moved_bytes", "step_read_bytes",
-    "wait_share", "precision", "recall", "slot_bytes", "below_bytes",
-)  # fmt: skip
-
 
 class Answered(NamedTuple):
     """Figures of the tiers; of all steps, lists of `start_s`, `step_ms`, `wait_ms`, `hits` and `misses`;
@@ -36,7 +31,7 @@ def answer(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> Answered:
     """Has an engine answer prompts once its slots are empty; where it captures routing, `best_hit_rate` is
-    what Belady's bound would have hit on it. Without tiers most figures are None."""
+    what Belady's bound would have hit on it. Without tiers there are no figures."""
     tiers, captures = llm.engine.tiers, llm.engine_config.capture_routing
     if captures:
         llm.reset_capture()
@@ -47,7 +42,7 @@ def answer(
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     end, stats = time.perf_counter(), llm.stats()
     if tiers is None:
-        return Answered(dict.fromkeys(_FIGURES) | {"resident_share": 1.0, "tier": "none"}, {}, outputs)
+        return Answered({"resident_share": 1.0, "tier": "none"}, {}, outputs)
     best = None
     if captures:
         visits = recorded_visits(llm.routing_capture())
@@ -87,10 +82,8 @@ def run_measured(
 ) -> Result:
     """Runs one engine after another and finishes `run`; `cases` begins with the engine that has all experts
     on the device. Arguments and errors are those of `run_offload`."""
-    ways = [
-        (tier, how) for tier in section.tiers for how in section.prefetch if tier == "disk" or how == "none"
-    ]
-    chosen = itertools.product(section.shares, ways or [("host", "none")], section.chosen)
+    # The least share first: if it is too little, nothing has been measured yet.
+    chosen = itertools.product(sorted(section.shares), section.ways, section.chosen)
     changes: list[dict[str, Any]] = [{"resident": None}]
     changes += [
         {"resident": share, "tier": tier, "prefetch": how, "policy": policy}
@@ -121,7 +114,7 @@ def run_measured(
     metrics = {}
     for case in cases:
         case["tpot_ratio"] = case["median_tpot_ms"] / cases[0]["median_tpot_ms"]
-        if case["best_hit_rate"] is not None:
+        if case.get("best_hit_rate") is not None:
             case["belady_gap"] = case["best_hit_rate"] - case["hit_rate"]
             name = "_".join(
                 (case["policy"], f"{100 * case['resident_share']:g}", case["tier"], case["prefetch"])

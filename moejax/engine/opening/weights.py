@@ -79,8 +79,8 @@ class Weights:
             )
         if self.tiers is not None:
             raise ConfigError(
-                "engine.experts.resident: not all experts are on the device, there is no whole model; open "
-                "another LLM without it"
+                "engine.experts, engine.tiers: not all weights are on the device, there is no whole model; "
+                "open another LLM without them"
             )
         return self.stages[0]
 

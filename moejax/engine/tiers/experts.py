@@ -149,6 +149,12 @@ class ExpertTiers:
                 f"{self._key}: {self.slots} slots of {size} do not hold the {least} "
                 f"experts that a step of up to {tokens} tokens may visit in one layer; raise it{lower}"
             )
+        if self.host is not None and tokens > self.host.most:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens={tokens}: the host computes experts for steps of up to"
+                f" {self.host.most} tokens, as the engine that opened the weights; lower it, or build another"
+                " LLM"
+            )
 
     def open(self, identity: Callable[[], Any]) -> None:
         """Makes slots, and the store, to which `take` then brings the experts.
@@ -215,15 +221,17 @@ class ExpertTiers:
 
     def holds(self, name: str) -> bool:
         """Tells whether a weight, by its path, is one of those that are no residents."""
-        mine = any(path.startswith(f"{name}.") for path in self._places)
-        return mine or (self.streamed is not None and self.streamed.holds(name))
+        return self._has_experts(name) or (self.streamed is not None and self.streamed.holds(name))
+
+    def _has_experts(self, name: str) -> bool:
+        return any(path.startswith(f"{name}.") for path in self._places)
 
     def has(self, name: str) -> bool:
         """Tells whether the store has an array, or a whole weight, from an earlier engine."""
         if self.streamed is not None and self.streamed.has(name):
             return True
         found = self.store is not None and self.store.written
-        return found and (name in self._places or self.holds(name))
+        return found and (name in self._places or self._has_experts(name))
 
     def finish(self) -> Resolution:
         """Ends the filling of the store; returns how many slots there are and what lies where."""
@@ -498,6 +506,8 @@ def check_tiers(
     }
     if engine.tiers.device_gb is not None:
         key = "engine.tiers.device_gb"
+    elif engine.experts.resident in (None, 1):
+        key = "engine.tiers.resident_layers"
     refuse(key, engine.experts_in_tiers, refusals)
 
 

@@ -41,7 +41,7 @@ class HostExperts:
     """
 
     def __init__(self, config: ExpertsConfig, experts: nnx.Module, most: int) -> None:
-        self.config, self.share = config, HOST_SHARES[config.task]
+        self.config, self.share, self.most = config, HOST_SHARES[config.task], most
         module: Any = experts
         for weight in module.weights():
             if isinstance(weight, QuantizedWeight) and weight.implementation != "xla":

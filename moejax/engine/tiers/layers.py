@@ -80,8 +80,13 @@ class LayerTier:
 
     def has(self, name: str) -> bool:
         """Tells whether an array, or a whole weight, is there from an earlier engine."""
-        found = self.stores and all(store.written for store in self.stores)
-        return bool(found) and (name in self._names or self.holds(name))
+        paths = (
+            [name] if name in self._names else [each for each in self._names if each.startswith(f"{name}.")]
+        )
+        return bool(self.stores and paths) and self._store_of(paths[0]).written
+
+    def _store_of(self, path: str) -> Store:
+        return self.stores[self._at[self._names[path][0]][0]]
 
     def holds(self, name: str) -> bool:
         """Tells whether a weight, by its path, is one of these layers'."""
@@ -99,8 +104,9 @@ class LayerTier:
 
     def finish(self) -> None:
         """Ends the filling."""
+        missing = [path for path in sorted(self._missing) if self.stores and not self._store_of(path).written]
+        assert not missing, f"no values of {missing}"
         for store in self.stores:
-            assert store.written or not self._missing, f"no values of {sorted(self._missing)}"
             store.finish()
 
     def fetch(self, numbers: Collection[int]) -> None:

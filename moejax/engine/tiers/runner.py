@@ -82,9 +82,6 @@ class TieredRunner(DeviceRunner):
                 leaves, given, tiers.arrays, placed, carried, table, np.int32(number)
             )
             tiers.reader = out
-            if tiers.streamed is not None:  # the next part's layers, while this one runs
-                tiers.streamed.fetch(self._parts[(number + 1) % len(self._parts)][0].layers)
-                tiers.streamed.copy()
             for at, layer in enumerate(attends):
                 states[layer] = state.states[at]
                 for segment, new in zip(segments, state.pages, strict=True):
@@ -94,6 +91,9 @@ class TieredRunner(DeviceRunner):
             self.pool.states = tuple(states)
             if first or last:
                 self.last = state.last
+            if tiers.streamed is not None:  # the next part's layers, while this one runs
+                tiers.streamed.fetch(self._parts[(number + 1) % len(self._parts)][0].layers)
+                tiers.streamed.copy()
             if last:
                 break
             if carried is not None and carried.guess is not None:

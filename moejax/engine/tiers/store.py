@@ -259,7 +259,7 @@ class DiskStore:
         records = self.records
         buffer = _aligned(records.stride)
         at, done = self._first + index * records.stride, 0
-        what = f"{self.path}: expert {index}"
+        what = f"{self.path}: record {index}"
         with os_errors(CheckpointError, f"cannot read {what}"):
             while done < records.stride:
                 count = os.preadv(self._file, [buffer[done:].data], at + done)
