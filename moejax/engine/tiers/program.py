@@ -140,7 +140,7 @@ class PartFunctions(PagedFunctions):
         buffer: jax.Array,
         carried: Carried | None,
         table: jax.Array,
-        number: jax.Array,
+        turn: jax.Array,
         *,
         part: Part,
         key: StepKey,
@@ -155,7 +155,7 @@ class PartFunctions(PagedFunctions):
             slots: the experts that are resident, `[slots, ...]`.
             carried: of the part before.
             table: int32 `[E + 1]`, slots of the experts of `part.finishes`.
-            number: int32, that of `part.routes` among the layers with experts.
+            turn: int32, that of `part.routes` among the layers with experts.
         """
         batch = unpack(buffer, key, limits)
         head: Any = self.head.merge(leaves[0], ()) if leaves[0] else None
@@ -205,7 +205,7 @@ class PartFunctions(PagedFunctions):
         with jax.named_scope("layer"):
             told = told_of(self.config, part.routes, rope)
             x, residual, done = layer.attend(x, residual, told, positions, cache.layer(len(part.whole)))
-            replay = batch.replay and jax.tree.map(lambda x: x[:, number], batch.replay)
+            replay = batch.replay and jax.tree.map(lambda x: x[:, turn], batch.replay)
             routing, rows = _routed(layer, x, residual, valid, replay)
             later = None if part.foresees is None else next(merged)
             guess = None if later is None else _routed(later, x, residual, valid, None)[0].ids
