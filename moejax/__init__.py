@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from moejax.engine.llm import LLM
     from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
     from moejax.engine.search import BeamSearchParams, beam_search
+    from moejax.serving.async_llm import AsyncLLM
 
 _HOMES = {
     "LLM": "moejax.engine.llm",
+    "AsyncLLM": "moejax.serving.async_llm",
     "SamplingParams": "moejax.engine.requests.api",
     "RequestOutput": "moejax.engine.requests.api",
     "RequestOptions": "moejax.engine.requests.api",
@@ -55,6 +57,7 @@ __all__ = [
     "LLM",
     "AdaptersConfig",
     "AdaptiveBatchingConfig",
+    "AsyncLLM",
     "BeamSearchParams",
     "Checkpoint",
     "EngineConfig",

@@ -313,6 +313,14 @@ class Engine:
                 while self._aborted:
                     self.abort(*self._aborted.pop())
 
+    def step_unless_paused(self, seconds: float) -> bool:
+        """Runs `step`; while the engine is paused waits for `unpause`, so long at the most, and is False."""
+        with self.lock:
+            if self.stopped not in (None, CLOSED):
+                self._unpaused.wait(seconds)
+                return False
+            return self.step()
+
     def _turn(self) -> bool:
         ended = self._end_late()
         previous, self._in_flight = self._in_flight, None

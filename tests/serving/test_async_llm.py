@@ -1,0 +1,210 @@
+"""`AsyncLLM`: the tokens of `LLM`, each request answered once, whoever leaves when."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
+from moejax.core.errors import RequestError, StepError
+from moejax.serving.async_llm import Overloaded
+from tests.model_shapes import TWO_LAYERS
+
+ENGINE = EngineConfig(
+    compile_cache=False, seq_buckets=[4], token_buckets=[16], block_buckets=[32], max_model_len=48,
+    max_num_seqs=4, block_size=4, num_blocks=24, max_num_batched_tokens=16, autotune="rules",
+)  # fmt: skip
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[7, 11 + i, 13, 17, 19 + i, 23] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=ENGINE) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def wanted(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def nothing_is_left(llm: LLM) -> None:
+    state = llm.stats()
+    assert state["running"] == state["waiting"] == state["used_blocks"] == 0
+    llm.engine.scheduler.check_integrity()
+
+
+def test_the_tokens_are_those_of_llm(llm: LLM, wanted: list[list[int]]) -> None:
+    async def run() -> None:
+        async with AsyncLLM(llm) as engine:
+            outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+            chunks = [chunk async for chunk in engine.stream(PROMPTS[0], GREEDY)]
+            assert [token for chunk in chunks for token in chunk.token_ids] == wanted[0]
+            assert [chunk.finish_reason for chunk in chunks] == [None] * 7 + ["length"]
+            two = [c async for c in engine.stream(PROMPTS[0], dataclasses.replace(GREEDY, n=2))]
+            for index in (0, 1):
+                assert [t for c in two if c.index == index for t in c.token_ids] == wanted[0]
+            mine, plain = await engine.score(PROMPTS[:2]), llm.score(PROMPTS[:2])
+            assert all((a == b).all() for a, b in zip(mine, plain, strict=True))
+
+    asyncio.run(run())
+    nothing_is_left(llm)
+
+
+Steps = st.integers(0, 10)
+
+
+@settings(max_examples=12, deadline=None)
+@given(leaves=st.lists(st.tuples(Steps, Steps, st.booleans()), min_size=1, max_size=8), drains=st.booleans())
+def test_whoever_leaves_when_no_request_is_lost_or_answered_twice(
+    llm: LLM, wanted: list[list[int]], leaves: list[tuple[int, int, bool]], drains: bool
+) -> None:
+    """Tasks begin and are cancelled after so many turns of the loop; 10 stays. Close comes while some run."""
+    answers: list[tuple[int, list[int]]] = []
+
+    async def ask(engine: AsyncLLM, number: int, streams: bool) -> None:
+        if streams:
+            tokens: list[int] = []
+            async for chunk in engine.stream(PROMPTS[number], GREEDY):
+                tokens += chunk.token_ids
+        else:
+            tokens = (await engine.generate(PROMPTS[number], GREEDY)).outputs[0].token_ids
+        answers.append((number, tokens))
+
+    async def one(engine: AsyncLLM, number: int, begin: int, end: int, streams: bool) -> bool:
+        await asyncio.sleep(2e-4 * begin)
+        task = asyncio.create_task(ask(engine, number, streams))
+        if end == 10:
+            await task
+            return True
+        await asyncio.sleep(5e-4 * end)
+        task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        assert result is None or isinstance(result, asyncio.CancelledError)
+        return result is None
+
+    async def run() -> list[bool]:
+        engine = AsyncLLM(llm, max_requests=3)
+        tasks = [asyncio.create_task(one(engine, i, *times)) for i, times in enumerate(leaves)]
+        if not drains:
+            done = await asyncio.gather(*tasks)
+            assert engine.num_requests == 0
+            await engine.close()
+            return done
+        await asyncio.sleep(1e-3)
+        closing = asyncio.create_task(engine.close())
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await closing
+        refused = [r for r in results if isinstance(r, BaseException)]
+        assert all(isinstance(r, (RequestError, AssertionError)) for r in refused)
+        return [r is True for r in results]
+
+    done = asyncio.run(run())
+    nothing_is_left(llm)
+    assert sorted(number for number, _ in answers) == [i for i, ended in enumerate(done) if ended]
+    for number, tokens in answers:
+        assert tokens == wanted[number]
+
+
+def test_a_bound_on_requests_is_a_turn_or_a_refusal(llm: LLM, wanted: list[list[int]]) -> None:
+    async def run() -> None:
+        async with AsyncLLM(llm, max_requests=2) as engine:
+            tasks = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS]
+            await asyncio.sleep(0)
+            assert engine.num_requests == 2
+            with pytest.raises(Overloaded, match=r"^2 requests are running, of at most 2"):
+                await engine.generate(PROMPTS[0], GREEDY, wait=False)
+            outputs = await asyncio.gather(*tasks)
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_nobody_reads_ends(llm: LLM) -> None:
+    async def run() -> None:
+        async with AsyncLLM(llm, max_unread=4) as engine:
+            told: list[RequestOutput] = []
+            long = dataclasses.replace(GREEDY, max_tokens=40)
+            chunks = engine.stream(PROMPTS[0], long, on_begin=told.append)
+            await anext(chunks)
+            while not told[0].finished:
+                await asyncio.sleep(1e-3)
+            with pytest.raises(RequestError, match=r"chunks behind, of at most 4"):
+                async for _ in chunks:
+                    pass
+            assert told[0].outputs[0].finish_reason == "abort"
+
+    asyncio.run(run())
+    nothing_is_left(llm)
+
+
+def test_mistakes_are_raised_at_the_call_and_failures_reach_their_requests(llm: LLM, monkeypatch: Any) -> None:
+    async def run() -> None:
+        engine = AsyncLLM(llm)
+        with pytest.raises(RequestError, match="out of range"):
+            engine.stream([10**6])
+        with pytest.raises(RequestError, match="prompt 0 is empty"):
+            await engine.generate([])
+        launch = llm.runner.launch
+
+        def fails(plan: Any) -> Any:
+            raise RuntimeError("no such kernel")
+
+        monkeypatch.setattr(llm.runner, "launch", fails)
+        with pytest.raises(StepError, match="a step failed: RuntimeError: no such kernel"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        monkeypatch.setattr(llm.runner, "launch", launch)
+        assert len((await engine.generate(PROMPTS[0], GREEDY)).outputs[0].token_ids) == 8
+        await engine.close()
+        with pytest.raises(RequestError, match="closed"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_pause_from_another_thread_holds_requests_and_cancelling_still_ends_them(
+    llm: LLM, wanted: list[list[int]]
+) -> None:
+    async def run() -> None:
+        async with AsyncLLM(llm) as engine:
+            await asyncio.to_thread(llm.pause)
+            held = asyncio.create_task(engine.generate(PROMPTS[0], GREEDY))
+            left = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
+            await asyncio.sleep(0.05)
+            assert not held.done() and llm.stats()["waiting"] == 2
+            left.cancel()
+            while llm.stats()["waiting"] == 2:
+                await asyncio.sleep(1e-3)
+            llm.unpause()
+            assert (await held).outputs[0].token_ids == wanted[0]
+
+    asyncio.run(run())
+    nothing_is_left(llm)
+
+
+def test_closing_the_engine_below_ends_what_runs() -> None:
+    async def run() -> None:
+        llm = LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=ENGINE)
+        engine = AsyncLLM(llm)
+        task = asyncio.create_task(engine.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=40)))
+        while not llm.stats()["running"]:
+            await asyncio.sleep(1e-3)
+        await asyncio.to_thread(llm.close)
+        assert (await task).outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestError, match="closed"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        await engine.close()
+        assert not any(thread.name == "moejax-engine" for thread in threading.enumerate())
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began < 120
