@@ -37,6 +37,7 @@ from moejax.core.quant import QuantConfig
 from moejax.engine.requests.api import SamplingParams
 from moejax.results.goals import Goal
 from moejax.results.run_folders import usable_runs
+from moejax.serving.config import ServeSection
 from moejax.tracking.base import TrackerConfig
 from moejax.tracking.dashboard import DashboardConfig
 from moejax.tracking.telemetry import TelemetryConfig
@@ -432,6 +433,17 @@ class OffloadConfig(RecordedSections, ModelSections):
     """`python -m experiments.offload`"""
 
     offload: OffloadSection = field(default_factory=OffloadSection)
+
+
+@dataclass(frozen=True)
+class ServeConfig(InferenceSections):
+    """`python -m experiments.serve`: a model behind an address."""
+
+    serve: ServeSection = field(default_factory=ServeSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._refuse_capture("serve")
 
 
 @dataclass(frozen=True)

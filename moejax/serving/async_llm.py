@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +90,11 @@ class AsyncLLM:
         await self.close(drain=error[0] is None)
 
     @property
+    def alive(self) -> bool:
+        """Whether its thread is there, which takes the steps."""
+        return self._thread.is_alive()
+
+    @property
     def num_requests(self) -> int:
         """Requests that have begun and not ended."""
         return len(self._present)
@@ -130,7 +135,7 @@ class AsyncLLM:
         options: RequestOptions | None = None,
         wait: bool = True,
         on_begin: Callable[[RequestOutput], None] = lambda output: None,
-    ) -> AsyncIterator[StreamChunk]:
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Yields what each step adds; with n > 1 the samples' chunks alternate. Leaving it, or cancelling its
         task, ends the request. The prompt is checked at the call, not at the first chunk.
 
@@ -146,7 +151,7 @@ class AsyncLLM:
         on_begin(request.output)
         return self._chunks(request, wait)
 
-    async def _chunks(self, request: RequestState, wait: bool) -> AsyncIterator[StreamChunk]:
+    async def _chunks(self, request: RequestState, wait: bool) -> AsyncGenerator[StreamChunk, None]:
         (entry,) = await self._begin([request], wait)
         try:
             ended = False

@@ -1,0 +1,70 @@
+"""What whoever runs a server may do to its engine while it answers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from moejax.core.errors import RequestError, unknown
+from moejax.engine.llm import LLM
+
+
+class Admin:
+    """Actions on a running engine, by name; bodies are their arguments. They may take long."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def run(self, action: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Does what `ACTIONS` names, and returns what there is to tell.
+
+        Raises:
+            RequestError: arguments that are missing, unknown or no text.
+            MoejaxError: what the engine raises.
+        """
+        act, wanted = ACTIONS[action]
+        for name in given.keys() - {*wanted}:
+            raise RequestError(unknown("argument", name[:100], wanted) if wanted else f"{action} takes none")
+        for name in wanted:
+            if not isinstance(given.get(name), str) or not given[name]:
+                raise RequestError(f"{action}: {name} must be a text that is not empty")
+        return {"done": action, **(act(self.llm, **given) or {})}
+
+
+def _reload(llm: LLM, path: str) -> dict[str, Any] | None:
+    """Puts a checkpoint's values in place of the weights; what runs ends with the old ones."""
+    from moejax.checkpoint.hf import load_pretrained
+
+    llm.update_weights(load_pretrained(path, dtype=llm.config.dtype).model)
+    return None
+
+
+def _rebalance(llm: LLM) -> dict[str, Any]:
+    return {"moved": str(llm.rebalance())}
+
+
+def _profile_start(llm: LLM, path: str) -> None:
+    try:
+        jax.profiler.start_trace(path)
+    except (RuntimeError, OSError) as error:
+        raise RequestError(f"profile_start: {error}") from None
+
+
+def _profile_stop(llm: LLM) -> None:
+    try:
+        jax.profiler.stop_trace()
+    except (RuntimeError, OSError) as error:
+        raise RequestError(f"profile_stop: {error}") from None
+
+
+ACTIONS: dict[str, tuple[Callable[..., dict[str, Any] | None], tuple[str, ...]]] = {
+    "load_adapter": (lambda llm, name, path: llm.load_adapter(name, path), ("name", "path")),
+    "unload_adapter": (lambda llm, name: llm.unload_adapter(name), ("name",)),
+    "reload": (_reload, ("path",)),
+    "rebalance": (_rebalance, ()),
+    "pause": (lambda llm: llm.pause("keep"), ()),
+    "unpause": (lambda llm: llm.unpause(), ()),
+    "profile_start": (_profile_start, ("path",)),
+    "profile_stop": (_profile_stop, ()),
+}
+"""By name what is done and the arguments it takes."""

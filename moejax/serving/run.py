@@ -1,0 +1,77 @@
+"""Runs a server until it is told to end."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from moejax.core.errors import ConfigError
+from moejax.engine.llm import LLM
+from moejax.engine.requests.api import SamplingParams
+from moejax.serving.app import Server
+from moejax.serving.async_llm import AsyncLLM
+from moejax.serving.config import ServeSection
+
+
+def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
+    """Answers requests until SIGINT or SIGTERM, then ends what runs, or after `serve.drain_s` all.
+
+    Args:
+        name: what requests call the model.
+        on_ready: told the address once it takes requests.
+
+    Raises:
+        ConfigError: a file of keys, or an address that cannot be listened at.
+    """
+    if config.warmup:
+        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+    asyncio.run(_serve(llm, config, name, on_ready))
+
+
+async def _serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
+    engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+    try:
+        server = Server(engine, config, name)
+        options = uvicorn.Config(
+            server.app(), host=config.host, port=config.port, log_config=None, access_log=False,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)), server_header=False, lifespan="off",
+        )  # fmt: skip
+        listener = _Listener(options)
+        try:
+            socket = options.bind_socket()
+        except SystemExit:
+            raise ConfigError(
+                f"serve.host={config.host}, serve.port={config.port}: cannot listen there; is another server "
+                "at this address? port=0 takes one that is free"
+            ) from None
+        host, port = socket.getsockname()[:2]
+        serving = asyncio.create_task(listener.serve(sockets=[socket]))
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            server.ready, listener.should_exit = False, True
+
+        signals = (signal.SIGINT, signal.SIGTERM) if sys.platform != "win32" else ()
+        for number in signals:
+            loop.add_signal_handler(number, end)
+        try:
+            while not (listener.started or serving.done()):
+                await asyncio.sleep(0.01)
+            on_ready(f"http://{host}:{port}")
+            await serving
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+    finally:
+        await engine.close(drain=False)
+
+
+class _Listener(uvicorn.Server):
+    """uvicorn's server, which leaves signals to who runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
