@@ -177,6 +177,9 @@ class Server:
         return replace(options, adapter=model)
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
+        most = self.config.max_samples
+        if (asked := max(params.n, params.best_of or 1)) > most:
+            raise RequestError(f"n or best_of is {asked:.6g}, of at most {most} (serve.max_samples)")
         return replace(params, max_time_s=self.config.max_time_s)
 
     def _check_room(self, requests: int) -> None:

@@ -17,6 +17,7 @@ class ServeSection(Checked, section="serve"):
         api_keys_file: one key a line, of which requests must carry one; None: none is asked for.
         admin_keys_file: the same of `/admin/…`, which is not there without it.
         max_requests: requests at a time; more are told to come again (429).
+        max_samples: of one prompt (`n`, `best_of`).
         max_unread: chunks that a stream's reader may lag behind.
         max_body_bytes: of a request.
         max_time_s: seconds from its arrival after which a request ends with what it has; None: never.
@@ -32,6 +33,7 @@ class ServeSection(Checked, section="serve"):
     api_keys_file: str | None = None
     admin_keys_file: str | None = None
     max_requests: PositiveInt = 256
+    max_samples: PositiveInt = 128
     max_unread: PositiveInt = 4096
     max_body_bytes: PositiveInt = 4_000_000
     max_time_s: PositiveNumber | None = 600.0

@@ -7,9 +7,9 @@ vLLM's does, which check themselves.
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moejax.core.errors import RequestError, unknown
 from moejax.engine.requests.api import (
@@ -115,7 +115,7 @@ class Message(BaseModel):
 class ChatBody(_Body):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool = False
     top_logprobs: int | None = None
     max_tokens: int | None = None

@@ -146,7 +146,9 @@ def test_a_stream_that_nobody_reads_ends(llm: LLM) -> None:
     nothing_is_left(llm)
 
 
-def test_mistakes_are_raised_at_the_call_and_failures_reach_their_requests(llm: LLM, monkeypatch: Any) -> None:
+def test_mistakes_are_raised_at_the_call_and_failures_reach_their_requests(
+    llm: LLM, monkeypatch: Any
+) -> None:
     async def run() -> None:
         engine = AsyncLLM(llm)
         with pytest.raises(RequestError, match="out of range"):
