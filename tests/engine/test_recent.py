@@ -14,6 +14,7 @@ from moejax.engine import recent as recent_module
 from moejax.engine.llm import LLM
 from moejax.engine.recent import EDGES
 from moejax.engine.requests.api import RequestOutput
+from moejax.serving.metrics import render
 from tests.engine.paged import greedy, prompt
 from tests.engine.tiny import PROPERTY
 from tests.serving.stub import request, serve, stub
@@ -153,6 +154,9 @@ def test_an_llm_tells_the_last_seconds(bare_llm: LLM) -> None:
     told = bare_llm.stats(window_s=60)
     assert told["window"]["requests"] == 2 and told["window"]["output_throughput"] > 0
     assert told["steps"] == told["window"]["steps"] and told["window"]["process_rss_bytes"] > 1e6
+    shown = render({"m": bare_llm}).decode()
+    tokens = bare_llm.engine.recent.generation_tokens
+    assert f'moejax:generation_tokens_total{{model_name="m"}} {tokens}.0' in shown
     for wrong in (0, -1.0, "a", float("nan")):
         with pytest.raises(ConfigError, match="window_s must be"):
             bare_llm.stats(wrong)
