@@ -59,36 +59,35 @@ class Recent:
         self._clock, self._lock = clock, threading.Lock()
         self.ended = Counter[str]()
         self.prompt_tokens = self.generation_tokens = 0
+        self._values = {name: deque[tuple[float, float]](maxlen=RECORDS) for name in EDGES}
         self._counts = {name: np.zeros(len(edges) + 1, np.int64) for name, edges in EDGES.items()}
         self._sums = dict.fromkeys(EDGES, 0.0)
-        self._new: dict[str, list[float]] = {name: [] for name in EDGES}
+        self._new: dict[str, list[tuple[float, float]]] = {name: [] for name in EDGES}
         self.clear()
 
     def clear(self) -> None:
         """Forgets what `window` tells of; sums and histograms go on."""
+        self.histograms()
+        for values in self._values.values():
+            values.clear()
         self._began, self._told = self._clock(), self.generation_tokens
         self._steps = deque[Stepped](maxlen=RECORDS)
         self._requests = deque[Ended](maxlen=RECORDS)
-        self._values = {name: deque[tuple[float, float]](maxlen=RECORDS) for name in EDGES}
-
-    def _observe(self, name: str, time: float, value: float) -> None:
-        self._values[name].append((time, value))
-        self._new[name].append(value)
 
     def scheduled(self, output: RequestOutput) -> None:
         """Takes in a request that is in a step for the first time."""
         self.prompt_tokens += len(output.prompt_token_ids)
         now = output.metrics.scheduled_time or 0.0
-        self._observe("queue", now, now - output.metrics.arrival_time)
+        self._new["queue"].append((now, now - output.metrics.arrival_time))
 
     def token(self, metrics: RequestMetrics, index: int) -> None:
         """Takes in a sample's new token; latencies are those of the first sample."""
         self.generation_tokens += 1
         times = metrics.token_times
         if index == 0 and len(times) == 1:
-            self._observe("ttft", times[0], metrics.ttft)
-        elif index == 0 and times[-1] > times[-2]:
-            self._observe("itl", times[-1], times[-1] - times[-2])
+            self._new["ttft"].append((times[0], metrics.ttft))
+        elif index == 0 and (gap := times[-1] - times[-2]) > 0:
+            self._new["itl"].append((times[-1], gap))
 
     def request(self, output: RequestOutput) -> None:
         """Takes in a request that has ended, once."""
@@ -98,9 +97,9 @@ class Recent:
         failed = output.error is not None
         self._requests.append(Ended(now, len(output.prompt_token_ids), metrics.cached_tokens, failed))
         if metrics.token_times:
-            self._observe("e2el", now, metrics.e2e)
+            self._new["e2el"].append((now, metrics.e2e))
         if len(metrics.token_times) > 1:
-            self._observe("tpot", now, metrics.tpot)
+            self._new["tpot"].append((now, metrics.tpot))
 
     def step(self, record: StepRecord, tiers: Any = None) -> None:
         """Takes in a step after its tokens; `tiers` count the experts that had slots."""
@@ -114,8 +113,10 @@ class Recent:
         """Returns by latency the counts of its buckets, int64 `[len(edges) + 1]`, and the sum in seconds."""
         with self._lock:
             for name, new in self._new.items():
-                values = list(new)  # what comes meanwhile stands behind them
-                del new[: len(values)]
+                told = list(new)  # what comes meanwhile stands behind them
+                del new[: len(told)]
+                self._values[name].extend(told)
+                values = [value for _, value in told]
                 places = np.searchsorted(EDGES[name], values)
                 self._counts[name] += np.bincount(places, minlength=len(EDGES[name]) + 1)
                 self._sums[name] += sum(values)
@@ -126,6 +127,7 @@ class Recent:
         percentiles where there are values enough (20 for p95, 100 for p99), shares where anything was asked.
         Raises `ConfigError` for a window that is none."""
         check("window_s", seconds, PositiveNumber)
+        self.histograms()
         now, steps = self._clock(), list(self._steps)
         since = max(now - seconds, steps[0].record.time if len(steps) == RECORDS else self._began)
         steps, span = [step for step in steps if step.record.time >= since], max(now - since, 1e-9)

@@ -1,6 +1,7 @@
 """Says whether an engine is well: what its steps, its devices and its peers show, every few seconds."""
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -71,7 +72,7 @@ class HealthMonitor:
     def health(self) -> Health:
         """Returns what the last look found; "unhealthy" where the looks themselves have stopped."""
         if (late := self._clock() - self._looked) > 3 * self._period_s + 1.0 and not self._stop.is_set():
-            return Health("unhealthy", (f"devices have not answered for {late:.0f} s",))
+            return Health("unhealthy", (f"no look for {late:.0f} s: a device or a peer does not answer",))
         return self._health
 
     def check(self) -> Health:
@@ -96,10 +97,10 @@ class HealthMonitor:
         while not self._stop.wait(self._period_s):
             self.check()
 
-    def _age(self, name: str, count: Any) -> float:
-        """Returns for how many seconds a count has stayed what it is."""
+    def _age(self, name: str, count: Any, begin: float = -math.inf) -> float:
+        """Returns for how many seconds a count has stayed what it is; one seen first, from `begin` on."""
         if name not in self._seen or self._seen[name][0] != count:
-            self._seen[name] = (count, self._clock() if name in self._seen else self._began)
+            self._seen[name] = (count, self._clock() if name in self._seen else begin)
         return self._clock() - self._seen[name][1]
 
     def _engine(self) -> list[tuple[State, str]]:
@@ -109,17 +110,18 @@ class HealthMonitor:
         except RequestError as closed:
             return [("unhealthy", str(closed))]
         busy = engine._turning or engine._in_flight is not None or not scheduler.idle
-        still = self._age("progress", (stats.steps, stats.failed_steps, busy and engine.stopped is None))
+        taken = (stats.steps, stats.failed_steps, busy and engine.stopped is None)
+        still = self._age("progress", taken, self._began)
         if engine.stopped is not None:
             found.append(("degraded", engine.stopped))
         elif busy and still >= self._stall_s:
             held = f"{len(scheduler.running)} running, {scheduler.num_waiting} waiting"
             found.append(("unhealthy", f"no step for {still:.0f} s with {held}"))
         since, worked = self._age("failed", stats.failed_steps), self._age("worked", stats.steps)
-        if stats.failed_steps and since < self._memory_s:
+        if since < self._memory_s:
             state: State = "unhealthy" if worked > since else "degraded"
             found.append((state, f"{stats.failed_steps} steps have failed, the last {since:.0f} s ago"))
-        if self._age("nan", stats.nonfinite_tokens) < self._memory_s and stats.nonfinite_tokens:
+        if self._age("nan", stats.nonfinite_tokens) < self._memory_s:
             found.append(("unhealthy", f"{stats.nonfinite_tokens} tokens without a finite log-probability"))
         return found
 
@@ -133,7 +135,7 @@ class HealthMonitor:
                 found.append(f"{gpu} is slowed: {', '.join(why)}")
         for device in jax.local_devices():
             stats = device.memory_stats() or {}
-            if stats.get("bytes_in_use", 0) > _FULL * stats.get("bytes_limit", float("inf")):
+            if stats.get("bytes_in_use", 0) > _FULL * stats.get("bytes_limit", math.inf):
                 found.append(f"device {device.id}: over {_FULL:.0%} of its memory is in use")
         if host_memory() < _LEAST_HOST_BYTES:
             found.append("under 1 GB of the host's memory is left")
