@@ -108,7 +108,7 @@ class TiersConfig(Checked, section="engine.tiers"):
     """The memories that experts lie in, and how a disk is read, which blocks of the cache may lie on, too.
 
     Attributes:
-        device_gb: memory of the device for slots in units of 10^9 bytes, in place of the share
+        device_gb: memory of each device for slots in units of 10^9 bytes, in place of the share
             `engine.experts.resident`.
         resident_layers: layers, from the first on, that stay on the device with all that they have but routed
             experts; the others' weights lie where the experts do, and are copied while the layer before them

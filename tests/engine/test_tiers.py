@@ -191,6 +191,55 @@ def test_slots_written_by_a_program_hold_what_memory_would() -> None:
         assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in wanted]
 
 
+def every_slot(mine: LLM) -> None:
+    """Each expert-parallel rank has as many slots, copies over the others."""
+    tiers, parallel = slots_of(mine), mine.parallel_config
+    for array in tiers.arrays:
+        of_each = {part.data.shape[0] for part in array.addressable_shards}
+        assert (
+            of_each == {tiers.slots // parallel.ep} and len(array.addressable_shards) == parallel.num_devices
+        )
+    spread = parallel.num_devices // (parallel.ep * parallel.tp)
+    held = sum(part.data.nbytes for array in tiers.arrays for part in array.addressable_shards)
+    assert held == spread * tiers.nbytes
+
+
+MESHES: dict[str, tuple[ModelConfig, ParallelConfig, dict[str, Any]]] = {
+    "ep2": (TWO_LAYERS, ParallelConfig(ep=2), {}),
+    "tp2": (TWO_LAYERS, ParallelConfig(tp=2), {}),
+    "ep2_tp2": (TWO_LAYERS, ParallelConfig(ep=2, tp=2), {"overlap": False}),
+    "data": (TWO_LAYERS, ParallelConfig(ep=2, attention="data"), {}),
+    "all_to_all": (TWO_LAYERS, ParallelConfig(ep=4, attention="data", exchange="all_to_all"), {}),
+    "dp2_ep2_tp2": (TWO_LAYERS, ParallelConfig(dp=2, ep=2, tp=2, attention="data"), {}),
+    "int8": (TWO_LAYERS, ParallelConfig(ep=2), {"quant": QuantConfig(method="rtn", format="int8")}),
+    "latents": (TWO_LAYERS.replace(**LATENT), ParallelConfig(ep=2), {}),
+    "windows_with_sinks": (
+        TWO_LAYERS.replace(**SINKS, sliding_windows=(5, None)), ParallelConfig(ep=2, attention="data"), {},
+    ),
+    "swapped": (TWO_LAYERS, ParallelConfig(ep=2), {"num_blocks": 8, "preemption": "swap"}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_slots_of_several_devices(name: str, tmp_path: Path) -> None:
+    config, parallel, options = MESHES[name]
+    experts = {"resident": 0.6, "tier": "disk", "prefetch": "next_router"}
+    with (
+        opened(config, parallel=parallel, **options) as plain,
+        opened(config, tmp_path, parallel=parallel, experts=experts, **options) as mine,
+    ):
+        every_slot(checked(mine))
+        assert slots_of(mine).slots == 9 // parallel.ep * parallel.ep
+        same_run(mine, plain)
+        assert mine.stats()["experts_misses"] > 0
+        before = plain.memory.held.expert_weights
+        assert mine.memory.held.expert_weights == before * slots_of(mine).slots / slots_of(mine).records.count
+        slots_of(mine).in_place = False  # as on a GPU
+        same_run(mine, plain)
+        every_slot(mine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", [QuantConfig(), QuantConfig(method="rtn", format="int4_g16")])
 def test_checkpoints_in_tiers(quant: QuantConfig, tmp_path: Path) -> None:
@@ -272,7 +321,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"engine\.tiers\.codes: the experts are quantized",
     ),
-    "mesh": ({"experts": {"resident": 0.5}, "parallel": ParallelConfig(ep=2)}, "slots are of one device"),
+    "stages": ({"experts": {"resident": 0.5}, "parallel": ParallelConfig(pp=2)}, "are no stages"),
+    "replicas": (
+        {"experts": {"resident": 0.5}, "parallel": ParallelConfig(ep=2, redundant_experts=2)}, "of their own",
+    ),
+    "by_rank": (
+        {"tiers": {"device_gb": 2e-5}, "parallel": ParallelConfig(ep=2)},
+        r"engine\.tiers\.device_gb: 6 slots .* do not hold the 8",
+    ),
+    "host_of_several": (
+        {"experts": {"resident": 0.5, "miss": "host"}, "parallel": ParallelConfig(ep=2)},
+        "miss=host on several devices",
+    ),
     "capacity": (
         {"experts": {"resident": 0.5}, "moe": MoeConfig(execution="capacity")}, "which runs all experts",
     ),

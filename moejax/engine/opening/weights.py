@@ -166,8 +166,9 @@ def load(
     pairs, config = zip(stages, resolved.places, strict=True), resolved.engine.adapters
     slots = ChainMap(*(dict(attach(stage, config, place, fill=fill)) for stage, place in pairs))
     if not fill and resolved.engine.experts_in_tiers:
-        engine = resolved.engine
-        tiers = ExpertTiers(engine.experts, engine.tiers, stages[0], engine.max_num_batched_tokens)
+        engine, (place,) = resolved.engine, resolved.places
+        tokens = place.groups * engine.max_num_batched_tokens
+        tiers = ExpertTiers(engine.experts, engine.tiers, stages[0], tokens, place)
         if tiers.slots == tiers.records.count and tiers.streamed is None:  # as if it had not been asked for
             tiers = None
     functions: list[PagedFunctions] = [PagedFunctions(stage) for stage in stages]

@@ -368,14 +368,14 @@ class DeviceRunner(BucketRunner):
         seen = struct((slots, vocab_size), jnp.int32) if key.mode.penalty else None
         states = self.pool.make_states(struct)
         state = DeviceState(tuple(pages), states, struct((self.limits.places,), jnp.int32), seen)
-        return self._leaves(), state, struct((layout(key, self.limits)[1],), jnp.int32)
+        buffer = struct((layout(key, self.limits)[1],), jnp.int32)
+        return self._shapes_of(self.functions.leaves), state, buffer
 
-    def _leaves(self) -> Any:
-        """Returns the weights' shapes, on a mesh with where they are."""
-        leaves = self.functions.leaves
-        if isinstance(self.place, MeshDevices):
-            return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
-        return shapes_of(leaves)
+    def _shapes_of(self, tree: Any) -> Any:
+        """Returns weights' shapes, on a mesh with where they are."""
+        if not isinstance(self.place, MeshDevices):
+            return shapes_of(tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
     def _copier(self, segments: int) -> Any:
         return [self._copier_of(pool, segments) for pool in self.pools]

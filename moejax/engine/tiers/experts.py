@@ -29,9 +29,11 @@ from moejax.engine.tiers.host import HostExperts
 from moejax.engine.tiers.layers import LayerTier
 from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
 from moejax.models.decoder import Decoder
-from moejax.nn.param import ParamSpec
+from moejax.nn.param import ParamSpec, specs
 from moejax.routing.capture import Floats, Ints
 from moejax.routing.residency import ReplayOptions, Residency
+from moejax.sharding.rules import shardings
+from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 _REMEMBERED = 4096  # steps
 
@@ -52,6 +54,7 @@ class ExpertTiers:
     Args:
         model: without values; its experts' arrays are alike in all layers.
         tokens: the most that a step computes (`check_room`).
+        devices: where the slots are, as many on each expert-parallel rank; an expert may be in any of them.
 
     Attributes:
         layers: numbers of the layers with experts.
@@ -72,7 +75,9 @@ class ExpertTiers:
             little memory of the host.
     """
 
-    def __init__(self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int) -> None:
+    def __init__(
+        self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int, devices: SingleDevice
+    ) -> None:
         self.config, self.tiers = config, tiers
         self.in_place, self.lock, self.reader = jax.default_backend() == "cpu", RLock(), None
         self.layers = [i for i, sparse in enumerate(model.config.moe_layers) if sparse]
@@ -115,10 +120,13 @@ class ExpertTiers:
                 )
         self.records, lower = Records(every, one, tiers.codes), Records(every, one, "q4_k")
         self._lower = lower if config.miss == "low_bits" else None
-        key, self.slots = "engine.experts.resident", int((config.resident or 1.0) * every)
+        axes = devices.axes
+        self._ranks = ranks = axes.size(axes.expert)
+        key, each = "engine.experts.resident", int((config.resident or 1.0) * every) // ranks
         if tiers.device_gb is not None:
-            key, self.slots = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // self.records.held)
-        self.slots, self._key, self._top_k = min(self.slots, every), key, top_k
+            held = self.records.held // axes.size(axes.tp)
+            key, each = "engine.tiers.device_gb", int(tiers.device_gb * 1e9 // held)
+        self.slots, self._key, self._top_k = min(ranks * each, every), key, top_k
         self.check_room(tokens)
         low = 0 if self._lower is None else every * self._lower.nbytes
         in_all = every * self.records.nbytes + (self.streamed.nbytes if self.streamed else 0)
@@ -131,8 +139,13 @@ class ExpertTiers:
         # What is left of it has room for what was read last.
         self._room = 0.0 if config.tier == "host" else max(0.0, 1e9 * (tiers.host_gb or 0) - low)
         self.most_below = below + self._room
+        where: Any = (
+            shardings(specs(model), devices.mesh, devices.axes) if isinstance(devices, MeshDevices) else {}
+        )
+        first = {leaf: name for name, (at, leaf) in self._places.items() if not at}
         self.arrays: list[Any] = [
-            jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype) for leaf in self.records.leaves
+            jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype, sharding=where.get(first[number]))
+            for number, leaf in enumerate(self.records.leaves)
         ]
         self.store: Store | None = None
         self._low_store: HostStore | None = None
@@ -181,10 +194,19 @@ class ExpertTiers:
         self._make_slots()
 
     def _make_slots(self) -> None:
-        self.arrays = [jnp.zeros(array.shape, array.dtype) for array in self.arrays]
+        self.arrays = [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in self.arrays]
         jax.block_until_ready(self.arrays)
         self._memory = [
-            memory_of(array, array.unsafe_buffer_pointer()) for array in self.arrays if self.in_place
+            [
+                (
+                    part.index[0].start or 0,
+                    part.index[1:],
+                    memory_of(part.data, part.data.unsafe_buffer_pointer()),
+                )
+                for part in array.addressable_shards
+            ]
+            for array in self.arrays
+            if self.in_place
         ]
 
     def clear(self) -> None:
@@ -193,7 +215,8 @@ class ExpertTiers:
         shape = len(self.layers), self.num_experts
         self.residency = Residency(self.config.policy, *shape, self.slots, options)
         self.table = np.full((shape[0], shape[1] + 1), self.slots, np.int32)
-        self._free = list(range(self.slots))[::-1]
+        # By turns of each rank, so that the ranks' loads are alike.
+        self._free = np.arange(self.slots).reshape(self._ranks, -1).T.reshape(-1)[::-1].tolist()
         self._coming: dict[int, Any] = {}
         self._zeros: dict[tuple[int, ...], jax.Array] = {}
         self._lowered = set[int]()  # residents that are copies of few bits
@@ -365,10 +388,13 @@ class ExpertTiers:
         ten times as long.
         """
         if self.in_place:
-            for memory, array in zip(self._memory, arrays, strict=True):
-                memory[slot] = array
+            for parts, array in zip(self._memory, arrays, strict=True):
+                for first, rest, memory in parts:
+                    if 0 <= slot - first < len(memory):
+                        memory[slot - first] = array[rest]
         else:
-            self.arrays = _write(self.arrays, np.int32(slot), arrays)
+            write = _writer(tuple(array.sharding for array in self.arrays))
+            self.arrays = write(self.arrays, np.int32(slot), arrays)
             if wait:
                 jax.block_until_ready(self.arrays)
 
@@ -474,9 +500,14 @@ class ExpertTiers:
         }
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(slots: list[jax.Array], at: jax.Array, new: list[jax.Array]) -> list[jax.Array]:
-    return [array.at[at].set(values) for array, values in zip(slots, new, strict=True)]
+@functools.cache
+def _writer(where: tuple[jax.sharding.Sharding, ...]) -> Any:
+    """Returns the program that writes an expert into its slot of arrays that lie so."""
+
+    def write(slots: list[jax.Array], at: jax.Array, new: list[jax.Array]) -> list[jax.Array]:
+        return [array.at[at].set(values) for array, values in zip(slots, new, strict=True)]
+
+    return jax.jit(write, donate_argnums=0, out_shardings=list(where))
 
 
 def check_tiers(
@@ -486,7 +517,18 @@ def check_tiers(
     moe, speculation, key = engine.moe, engine.speculation, "engine.experts.resident"
     refusals = {
         "a model without experts": not any(config.moe_layers),
-        "parallel: slots are of one device": not parallel.is_single,
+        f"parallel.pp={parallel.pp}: parts of a step are no stages": parallel.pp > 1,
+        "parallel.redundant_experts, which have places of their own": parallel.redundant_experts > 0,
+        "parallel.exchange_capacity: what is dropped would depend on where experts are": (
+            parallel.exchange_capacity is not None
+        ),
+        f"engine.experts.miss={engine.experts.miss} on several devices": (
+            engine.experts.on_host and parallel.num_devices > 1
+        ),
+        "engine.tiers.resident_layers on several devices": (
+            engine.tiers.resident_layers is not None and parallel.num_devices > 1
+        ),
+        "several processes": jax.process_count() > 1,
         f"engine.moe.execution={moe.execution}, which runs all experts": moe.execution != "grouped",
         f"engine.moe.routing.method={moe.routing.method}, whose biases no part of a step has": (
             moe.routing.method == "bias"

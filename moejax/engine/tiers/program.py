@@ -7,7 +7,7 @@ weights are arguments, and so is the table from experts to slots.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from moejax.moe.router import Replay
 from moejax.nn.rope import rope_tables
 from moejax.ops.paged_attention import Evicted
 from moejax.ops.row_sums import Residual
+from moejax.sharding.spmd import SingleDevice
 
 
 class Carried(NamedTuple):
@@ -139,13 +140,14 @@ class PartFunctions(PagedFunctions):
         buffer: jax.Array,
         carried: Carried | None,
         table: jax.Array,
-        place: jax.Array,
+        turn: jax.Array,
         *,
         part: Part,
         key: StepKey,
         limits: Limits,
+        place: SingleDevice,
     ) -> tuple[DeviceState, Carried | PagedOutput]:
-        """Computes a part of `PagedFunctions.step`.
+        """Computes a part of `PagedFunctions.step`; what is carried is a device's part, its group's.
 
         Args:
             leaves: of `leaves_of`.
@@ -153,7 +155,7 @@ class PartFunctions(PagedFunctions):
             slots: the experts that are resident, `[slots, ...]`.
             carried: of the part before.
             table: int32 `[E + 1]`, slots of the experts of `part.finishes`.
-            place: int32, that of `part.routes` among the layers with experts.
+            turn: int32, that of `part.routes` among the layers with experts.
         """
         batch = unpack(buffer, key, limits)
         head: Any = self.head.merge(leaves[0], ()) if leaves[0] else None
@@ -177,6 +179,9 @@ class PartFunctions(PagedFunctions):
         else:
             assert carried is not None
             layer = self._next(merged, key)
+            assert layer.moe is not None
+            if layer.moe.replicas is not None:  # on a mesh; the table has said which slot
+                cast(Any, layer.moe).replicas = lambda slots: slots
             beside = None if carried.rows is None else carried.rows[:, None]
             chosen = Replay(table[carried.ids][:, None], carried.weights[:, None], beside)
             with jax.named_scope("layer"):
@@ -193,13 +198,14 @@ class PartFunctions(PagedFunctions):
             pages, states = self._written(cache, parts)
             x = head.norm.add(x, residual)[0]
             token = decoded_tokens(batch, state.last)
-            state, sampled, prompt = finish(head, x, batch, token, state, key)
+            state, *told = finish(head, x, batch, token, state, key)
+            sampled, prompt = place.gather_groups(told)
             return state._replace(pages=pages, states=states), PagedOutput(sampled, None, None, prompt)
         layer = next(merged)
         with jax.named_scope("layer"):
             told = told_of(self.config, part.routes, rope)
             x, residual, done = layer.attend(x, residual, told, positions, cache.layer(len(part.whole)))
-            replay = batch.replay and jax.tree.map(lambda x: x[:, place], batch.replay)
+            replay = batch.replay and jax.tree.map(lambda x: x[:, turn], batch.replay)
             routing, rows = _routed(layer, x, residual, valid, replay)
             later = None if part.foresees is None else next(merged)
             guess = None if later is None else _routed(later, x, residual, valid, None)[0].ids

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.engine.step.batch import layout
 from moejax.engine.step.device_runner import DeviceRunner, Launched, LaunchedTiles
-from moejax.engine.step.functions import shapes_of
 from moejax.engine.step.ledger import Program
 from moejax.engine.step.limits import StepKey
 from moejax.engine.step.program import Captured, DeviceState, PagedOutput
@@ -17,6 +15,7 @@ from moejax.engine.step.runner import StepResult
 from moejax.engine.tiers.experts import ExpertTiers
 from moejax.engine.tiers.program import Carried, Part, PartFunctions, counted
 from moejax.routing.capture import id_dtype
+from moejax.sharding.spmd import MeshDevices
 
 
 class PartKey(NamedTuple):
@@ -41,7 +40,7 @@ class TieredRunner(DeviceRunner):
     def __init__(self, *args: Any, tiers: ExpertTiers, **options: Any) -> None:
         self.tiers = tiers
         super().__init__(*args, **options)
-        tiers.check_room(self.config.max_num_batched_tokens)
+        tiers.check_room(self.groups * self.config.max_num_batched_tokens)
         parts, leaves_of = self.functions.parts, self.functions.leaves_of
         self._parts = [(part, part.attends, leaves_of(part)) for part in parts]
         self._compiled: dict[StepKey, list[Any]] = {}
@@ -78,9 +77,8 @@ class TieredRunner(DeviceRunner):
             held = self.last if first or last else cast(Any, None)
             seen = self._seen_of(key) if last else None
             given = DeviceState(pages, tuple(states[i] for i in attends), held, seen)
-            state, out = programs[number](
-                leaves, given, tiers.arrays, placed, carried, table, np.int32(number)
-            )
+            ran = programs[number](leaves, given, tiers.arrays, placed, carried, table, np.int32(number))
+            state, out = self.place.ready(ran)
             tiers.reader = out
             for at, layer in enumerate(attends):
                 states[layer] = state.states[at]
@@ -150,22 +148,26 @@ class TieredRunner(DeviceRunner):
     def _part_program(self, number: int, key: StepKey) -> Program:
         """Returns the program of a part, which other parts may have as well."""
         number = self.functions.program_of[number]
-        part, limits = self.functions.parts[number], self.limits
+        part = self.functions.parts[number]
 
         def build() -> Any:
-            def run(*given: Any) -> Any:
-                return self.functions.run(*given, part=part, key=key, limits=limits)
-
-            return self.place.compiled(run, shapes(), donate=1, output=True)
+            return self._compiled_part(part, key, shapes())
 
         def shapes() -> tuple[Any, ...]:
             return self._part_shapes(part, key)
 
         return Program("step", PartKey(number, key), build, shapes)
 
+    def _compiled_part(self, part: Part, key: StepKey, shapes: tuple[Any, ...]) -> Any:
+        def run(*given: Any) -> Any:
+            return self.functions.run(*given, part=part, key=key, limits=self.limits, place=self.place)
+
+        by_group = part.routes is not None  # what is carried
+        return self.place.compiled(run, shapes, donate=1, output=True, by_group=by_group)
+
     def _part_shapes(self, part: Part, key: StepKey) -> tuple[Any, ...]:
-        _, state, _ = self._shapes(key)
-        model, place, functions = self.functions.config, self.place, self.functions
+        _, state, buffer = self._shapes(key)
+        place, functions = self.place, self.functions
         ends = part.finishes is None or part.routes is None
         mine = (
             tuple(tuple(segment[i] for i in part.attends) for segment in state.pages),
@@ -177,17 +179,23 @@ class TieredRunner(DeviceRunner):
             # All parts hand on what the first one does, but that no router may be left to guess.
             first = functions.parts[0]
             given = self._part_shapes(first, key)
-            carried = jax.eval_shape(
-                lambda *args: functions.run(*args, part=first, key=key, limits=self.limits)[1], *given
-            )
+            _, carried = jax.eval_shape(self._compiled_part(first, key, given), *given)
+            if isinstance(place, MeshDevices):
+                at = place.sharding(place.axes.data or None)
+                carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), carried)
             if functions.parts[functions.parts.index(part) - 1].foresees is None:
                 carried = carried._replace(guess=None)
         return (
-            shapes_of(functions.leaves_of(part)),
+            self._shapes_of(functions.leaves_of(part)),
             DeviceState(*mine, last, seen),
-            shapes_of(self.tiers.arrays),
-            place.struct((layout(key, self.limits)[1],), jnp.int32),
+            self._shapes_of(self.tiers.arrays),
+            buffer,
             carried,
-            place.struct((model.num_experts + 1,), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.int32),
+            self._equal((functions.config.num_experts + 1,)),
+            self._equal(()),
         )
+
+    def _equal(self, shape: tuple[int, ...]) -> Any:
+        """Returns the shape of int32 numbers that are equal on all devices."""
+        where = self.place.sharding() if isinstance(self.place, MeshDevices) else None
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
