@@ -561,3 +561,11 @@ class DashboardExperimentConfig(Checked):
     dashboard: DashboardConfig = field(default_factory=DashboardConfig)
     overwrite: bool = False
     verbose: bool = False
+
+
+@dataclass(frozen=True)
+class DoctorConfig(Checked):
+    """`python -m experiments.doctor`: `run` is a finished run's folder, to judge it beside the machine."""
+
+    run: RunFolder | None = None
+    json: bool = False

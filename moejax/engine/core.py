@@ -11,6 +11,7 @@ callers can stream at once, from one thread or from many.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args
 from moejax.cache.prefix import prefix_stats
 from moejax.core.errors import RequestError, StepError, unknown
 from moejax.core.words import one_line
+from moejax.engine.recent import Recent
 from moejax.engine.requests.api import FinishReason
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -101,7 +103,7 @@ class Engine:
         self.tiers: Any = None  # experts in tiers, which count what they move
         self.store: Any = None  # of blocks below the device, which counts them
         self.times: StepTimes | None = None
-        self.stats = EngineStats()
+        self.stats, self.recent = EngineStats(), Recent(clock)
         self.on_step: Callable[[StepRecord], None] | None = None
         self.rebalance: Callable[[], RebalanceEvent | None] = lambda: None
         self.lock = threading.RLock()
@@ -131,6 +133,7 @@ class Engine:
                     self.scheduler.check_fits(root)
                     self.scheduler.check_on_time(root)
             for request in requests:
+                request.on_end = self.recent.request
                 for root in request.roots:
                     self.scheduler.add(root, group)
                 if (limit := request.sequences[0].params.max_time_s) is not None:
@@ -256,6 +259,7 @@ class Engine:
     def reset_stats(self) -> None:
         """See `LLM.reset_stats`."""
         self.stats = EngineStats()
+        self.recent.clear()
         for prefixes in self.scheduler.prefix_caches:
             prefixes.counts.clear()
         for swap in self.scheduler.swaps:
@@ -394,9 +398,10 @@ class Engine:
         scheduler, now, compiled = self.scheduler, self.clock(), self.compilations()
         for chunk in plan.chunks:
             if chunk.first and chunk.sequence.owner is not None:
-                metrics = chunk.sequence.owner[0].output.metrics
-                if metrics.scheduled_time is None:
-                    metrics.scheduled_time, metrics.cached_tokens = now, chunk.sequence.cached
+                output = chunk.sequence.owner[0].output
+                if output.metrics.scheduled_time is None:
+                    output.metrics.scheduled_time, output.metrics.cached_tokens = now, chunk.sequence.cached
+                    self.recent.scheduled(output)
         return InFlight(
             plan,
             self.runner.launch(plan),
@@ -430,7 +435,10 @@ class Engine:
                 continue  # failed with another of its samples, or ended by a stop string, just now
             logprob = result.logprobs[row] if result.logprobs else None
             reason = sequence.finish_reason if row == last[sequence] else None
-            if request.take(index, result.tokens[row], logprob, reason, now):
+            self.stats.nonfinite_tokens += logprob is not None and not math.isfinite(logprob.logprob)
+            ended = request.take(index, result.tokens[row], logprob, reason, now)
+            self.recent.token(request.output.metrics, index)
+            if ended:
                 scheduler.finish(sequence)  # it may be a stop string, which only the text shows
                 request.close()
             elif reason == "error":
@@ -475,6 +483,7 @@ class Engine:
         )
         self._last_time = now
         self.stats.add(record)
+        self.recent.step(record, self.tiers)
         scheduler.policy.observe(record.seconds, max(1, record.tokens))
         if self.adaptive is not None and not self.agree(record.compiled):
             rows, tokens = zip(*((len(p.sequences), p.chunk_tokens) for p in plan.groups), strict=True)

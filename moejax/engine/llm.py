@@ -375,8 +375,12 @@ class LLM(Changes):
         """Lets requests go on after `pause`; without one nothing happens."""
         self.engine.unpause()
 
-    def stats(self) -> dict[str, Any]:
-        """Returns counts of what the engine holds now, and sums since the start or `reset_stats`."""
+    def stats(self, window_s: float | None = None) -> dict[str, Any]:
+        """Returns counts of what the engine holds now, and sums since the start or `reset_stats`; with
+        `window_s` also, in "window", rates, latencies, errors, hits and memory of the last so many seconds
+        (see `moejax.engine.recent.Recent.window`). Raises `ConfigError` for a window that is none."""
+        if window_s is not None:
+            return {"window": self.engine.recent.window(window_s), **self.stats()}
         with self.engine.lock:
             return {
                 **self.engine.state(),

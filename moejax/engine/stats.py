@@ -78,7 +78,8 @@ class StepRecord:
 @dataclass
 class EngineStats:
     """Sums over all steps since the start or the last `reset`; `retried_requests` counts how often a request
-    of a failed step was computed again (`engine.retries`), `rebalances` how often experts moved."""
+    of a failed step was computed again (`engine.retries`), `rebalances` how often experts moved,
+    `nonfinite_tokens` sampled tokens whose log-probability, where it was asked for, is none (NaN logits)."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -92,6 +93,7 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     failed_steps: int = 0
+    nonfinite_tokens: int = 0
     retried_requests: int = 0
     rebalances: int = 0
     rebalance_bytes: int = 0

@@ -1,7 +1,7 @@
 """The HTTP side of an `AsyncLLM`: OpenAI's endpoints, by Starlette.
 
     POST /v1/completions, /v1/chat/completions     GET /v1/models     POST /tokenize, /detokenize
-    GET /health (the engine's thread lives)  /ready (it takes requests)  /metrics (Prometheus)
+    GET /health (`HealthMonitor`)  /ready (it takes requests)  /metrics (Prometheus)
     POST /admin/{load_adapter,unload_adapter,reload,rebalance,pause,unpause,profile_start,profile_stop}
 
 Whatever a body says, nothing of it is run or opened; admin bodies name files, and ask for a key of their own.
@@ -9,6 +9,7 @@ Whatever a body says, nothing of it is run or opened; admin bodies name files, a
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -16,7 +17,6 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -34,6 +34,8 @@ from moejax.engine.requests.output import StreamChunk
 from moejax.serving.admin import ACTIONS, Admin
 from moejax.serving.async_llm import AsyncLLM, Overloaded
 from moejax.serving.config import ServeSection
+from moejax.serving.health import Health, HealthMonitor
+from moejax.serving.metrics import CONTENT_TYPE, render
 from moejax.serving.protocol import (
     ChatBody,
     CompletionBody,
@@ -94,7 +96,11 @@ class Server:
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
         self._keys, self._admin_keys = config.keys("api_keys_file"), config.keys("admin_keys_file")
-        self.admin = Admin(engine.llm)
+        self.admin, self.monitor = Admin(engine.llm), HealthMonitor(engine.llm)
+
+    def close(self) -> None:
+        """Ends what watches the engine."""
+        self.monitor.close()
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
@@ -174,13 +180,13 @@ class Server:
             return options
         if model not in adapters:
             raise _Refused(404, unknown("model", str(model)[:100], [self.name, *adapters]))
-        return replace(options, adapter=model)
+        return dataclasses.replace(options, adapter=model)
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         most = self.config.max_samples
         if (asked := max(params.n, params.best_of or 1)) > most:
             raise RequestError(f"n or best_of is {asked:.6g}, of at most {most} (serve.max_samples)")
-        return replace(params, max_time_s=self.config.max_time_s)
+        return dataclasses.replace(params, max_time_s=self.config.max_time_s)
 
     def _check_room(self, requests: int) -> None:
         if not self.ready:
@@ -194,16 +200,16 @@ class Server:
     # -- endpoints ---------------------------------------------------------------------------------------
 
     async def _health(self, _: Request) -> Response:
-        alive = self.engine.alive
-        return JSONResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+        health = self.monitor.health()
+        if not self.engine.alive:
+            health = Health("unhealthy", ("the engine's thread has ended",))
+        return JSONResponse(dataclasses.asdict(health), 503 if health.state == "unhealthy" else 200)
 
     async def _ready(self, _: Request) -> Response:
         ready = self.ready and self.engine.alive
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        from moejax.serving.metrics import CONTENT_TYPE, render
-
         text = await asyncio.to_thread(render, {self.name: self.engine.llm})
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -400,7 +406,7 @@ async def _merged(
 
 def _of(params: SamplingParams) -> SamplingParams:
     """Returns the parameters of a prompt: without a seed a new one; `LLM` would draw the same again."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(31))
+    return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(31))
 
 
 def _first(error: Exception) -> Exception:

@@ -33,6 +33,7 @@ def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], N
 
 async def _serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
     engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+    server: Server | None = None
     try:
         server = Server(engine, config, name)
         options = uvicorn.Config(
@@ -66,6 +67,8 @@ async def _serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[
             for number in signals:
                 loop.remove_signal_handler(number)
     finally:
+        if server is not None:
+            server.close()
         await engine.close(drain=False)
 
 

@@ -158,7 +158,7 @@ def require_login(timeout_s: float, remedy: str = _OFFLINE_INSTEAD) -> None:
         raise TrackingError(f"this needs W&B online but WANDB_MODE={mode}; unset it, {remedy}")
     wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
     url = str(wandb.setup().settings.base_url)
-    key = wandb.setup().settings.api_key or os.environ.get("WANDB_API_KEY") or _netrc_key(url)
+    key = wandb.setup().settings.api_key or os.environ.get("WANDB_API_KEY") or netrc_key(url)
     # Asked before wandb does: its service goes on trying a dead server and holds up the interpreter's exit.
     if key and (reason := _unreachable(url, timeout_s)):
         raise TrackingError(f"W&B at {url}: {reason}; mend that, {remedy}")
@@ -177,7 +177,7 @@ def default_entity() -> str | None:
         return wandb.Api().default_entity
 
 
-def _netrc_key(url: str) -> str | None:
+def netrc_key(url: str) -> str | None:
     """The key that `wandb login` has left in the user's netrc file."""
     try:
         entry = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname or "")

@@ -51,6 +51,7 @@ def served(llm: LLM, name: str = "toy", **section: Any) -> Iterator[tuple[str, S
             told.update(server=server, listener=listener, port=listening.getsockname()[1])
             began.set()
             await listener.serve(sockets=[listening])
+        server.close()
         await engine.close(drain=False)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
@@ -195,6 +196,8 @@ def test_schemas_stops_and_tokens(llm: LLM, client: httpx.Client) -> None:
     assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "naïve café"}
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["toy"]
     assert client.get("/ready").json() == {"ready": True}
+    text = client.get("/metrics").text
+    assert re.search(r'moejax:request_success_total{finished_reason="stop",model_name="toy"} [1-9]', text)
 
 
 USER = {"role": "user", "content": "a"}
@@ -288,7 +291,7 @@ def test_who_leaves_is_let_go(llm: LLM, running: tuple[str, Server]) -> None:
     with socket.create_connection((host, int(port))) as slow:  # a body that never comes
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
-    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{address}/health").json() == {"state": "healthy", "reasons": []}
 
 
 def test_a_bound_on_requests(llm: LLM) -> None:

@@ -26,7 +26,7 @@ class RequestState:
         roots: the sequences to queue; a root's forks follow it by themselves.
         chunks: what each step added, kept only where `streams`.
         retries: how often it was computed again after a failed step.
-        on_close: called once the request has ended.
+        on_close, on_end: called once the request has ended; the second, the engine's, with its output.
         asked: the caller's parameters, where they are not those of its samples (`best_of`).
     """
 
@@ -41,6 +41,7 @@ class RequestState:
         self.sequences: list[Sequence] = []
         self.chunks: deque[StreamChunk] = deque()
         self.on_close: Callable[[], Any] = lambda: None
+        self.on_end: Callable[[RequestOutput], Any] = lambda output: None
         self.asked: SamplingParams | None = None
 
     @property
@@ -76,12 +77,13 @@ class RequestState:
 
     def close(self) -> None:
         """Marks the request finished if all its samples are."""
-        if all(builder.finished for builder in self.builders):
+        if not self.finished and all(builder.finished for builder in self.builders):
             self.output.metrics.preemptions = sum(s.preemptions for s in self.sequences)
             if self.asked is not None and self.asked.best_of is not None:
                 self._keep_best(self.asked)
             self.output.finished = True
             self.on_close()
+            self.on_end(self.output)
 
     def _keep_best(self, asked: SamplingParams) -> None:
         """Leaves the samples with the highest mean log-probability, the best first; of two the earlier."""

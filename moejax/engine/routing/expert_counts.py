@@ -42,7 +42,7 @@ class LoadWindow:
 
     def sum(self) -> np.ndarray:
         """Returns the assignments in the window, int64 `[L, E]`."""
-        return sum(self._parts, start=np.zeros(self._shape, np.int64))
+        return sum(list(self._parts), start=np.zeros(self._shape, np.int64))
 
 
 class RoutingRecord:
