@@ -13,7 +13,7 @@ from moejax.core.checked import Checked, NonNegativeInt, PositiveInt, PositiveNu
 from moejax.core.errors import ConfigError, unknown
 from moejax.core.parallel import ParallelConfig
 
-Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint"]
+Kind = Literal["moejax", "hf_transformers", "llama_cpp", "openai_endpoint", "moejax_server"]
 Prompts = Literal["token_ids", "text"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -21,7 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # Package that each needs in its interpreter, and the extra that brings it.
 _NEEDS = {
     "hf_transformers": ("transformers", "hf"), "llama_cpp": ("llama_cpp", "llama_cpp"),
-    "openai_endpoint": ("openai", "openai"),
+    "openai_endpoint": ("openai", "openai"), "moejax_server": ("uvicorn", "serve"),
 }  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOCAL = ("hf_transformers", "llama_cpp")
@@ -29,7 +29,7 @@ _LOCAL = ("hf_transformers", "llama_cpp")
 _ONLY: dict[str, tuple[str, ...]] = {
     "python": _LOCAL, "path": _LOCAL, "threads": _LOCAL, "device": _LOCAL, "dtype": ("hf_transformers",),
     "url": ("openai_endpoint",), "model": ("openai_endpoint",), "api_key_env": ("openai_endpoint",),
-    "prompts": ("openai_endpoint",), "options": (*_LOCAL, "openai_endpoint"),
+    "prompts": ("openai_endpoint", "moejax_server"), "options": (*_LOCAL, "openai_endpoint", "moejax_server"),
     "adapters": ("moejax",), "merged": ("moejax",), "reconfigure_after": ("moejax",),
     "reconfigure_to": ("moejax",),
 }  # fmt: skip
@@ -43,7 +43,7 @@ class BackendOptions(Checked, section="backend"):
 
     Attributes:
         kind: `moejax`; `hf_transformers` and `llama_cpp`, in a process of their own; `openai_endpoint`, a
-            server that speaks OpenAI's completions.
+            server that speaks OpenAI's completions; `moejax_server`, such a one of our own, which is started.
         python: interpreter that has the peer's packages; None: this one.
         path: its weights. hf_transformers: a Hugging Face directory, None for the model's own. llama_cpp: a
             GGUF file.
@@ -51,12 +51,12 @@ class BackendOptions(Checked, section="backend"):
         device: `auto` takes the GPU where the peer's packages can.
         dtype: hf_transformers: `auto` is float32 on the CPU and the checkpoint's own elsewhere.
         options: hf_transformers: further arguments of `from_pretrained`, and `prompt_lookup_num_tokens`, with
-            which it drafts as many; llama_cpp: fields of `llama_context_params`; openai_endpoint: further
+            which it drafts as many; llama_cpp: fields of `llama_context_params`; servers: further
             fields of the request's body.
         url: openai_endpoint: its base, such as http://localhost:8000/v1.
         model: openai_endpoint: the model's name there; None where it serves only one.
         api_key_env: openai_endpoint: the environment variable that holds the key; None: without a key.
-        prompts: openai_endpoint: what is sent; `text` needs the model's tokenizer.
+        prompts: servers: what is sent; `text` needs the model's tokenizer.
         timeout_s: longest silence, in seconds, after which a peer counts as hung.
         adapters: moejax: how many random LoRA adapters (of `engine.adapters.rank` and `targets`) requests
             have in turns, or directories in PEFT's format.
@@ -103,6 +103,8 @@ class BackendOptions(Checked, section="backend"):
             raise ConfigError(f"{where}.merged=true needs {where}.adapters: how many, or their directories")
         if self.kind in _LOCAL:
             self._check_worker(where)
+        if self.kind == "moejax_server":
+            _check_packages(self.kind, "openai_endpoint")
         if self.kind == "openai_endpoint":
             self._check_endpoint(where)
 
@@ -120,9 +122,7 @@ class BackendOptions(Checked, section="backend"):
             raise ConfigError(f"{where}.path: {self.path!r} is no Hugging Face directory (no config.json)")
 
     def _check_endpoint(self, where: str) -> None:
-        package, extra = _NEEDS[self.kind]
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"openai_endpoint needs the package {package}: pip install 'moejax[{extra}]'")
+        _check_packages(self.kind)
         if self.url is None:
             raise ConfigError(f"{where}.url is missing: the server's base, such as http://localhost:8000/v1")
         parts = urlsplit(self.url)
@@ -202,6 +202,12 @@ class BackendSection(BackendOptions):
                 options = replace(options, **{key: getattr(self, key) for key in missing})
             chosen.append((name, options))
         return chosen
+
+
+def _check_packages(*kinds: str) -> None:
+    for package, extra in (_NEEDS[kind] for kind in kinds):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{kinds[0]} needs the package {package}: pip install 'moejax[{extra}]'")
 
 
 _MAKE_GGUF = (

@@ -32,7 +32,7 @@ def open_backends(
     compiled.
 
     Args:
-        open_llm: opens our engine; called only where it is measured.
+        open_llm: opens our engine; called only where it is measured. Picklable, where a server of ours is.
         model, load_format: as for `LLM`: whose prompts, tokenizer and weights.
         max_num_seqs: how many requests a peer may run at a time.
         log_dir: where the stderr of peers' processes is kept.
@@ -50,30 +50,30 @@ def open_backends(
             if options.kind == "moejax":
                 opened[name] = open_ours(options, open_llm())
             else:
-                opened[name] = _open_peer(name, options, model, load_format, max_num_seqs, log_dir)
+                opened[name] = _open_peer(name, options, open_llm, model, load_format, max_num_seqs, log_dir)
             stack.callback(opened[name].close)
         yield [opened[name] for name, _ in chosen]
 
 
 def _open_peer(
-    name: str, options: BackendOptions, model: Any, load_format: str, max_num_seqs: int, log_dir: Path
-) -> Backend:
+    name: str, options: BackendOptions, open_llm: Callable[[], LLM], model: Any, load_format: str,
+    max_num_seqs: int, log_dir: Path,
+) -> Backend:  # fmt: skip
     directory, config = find_model(model, load_format)
     tokenizer = Tokenizer.load(directory) if directory is not None else None
     encode = tokenizer.encode if tokenizer else None
     weights = directory if load_format != "dummy" else None
-    if options.kind == "openai_endpoint":
+    if options.kind in ("openai_endpoint", "moejax_server"):
+        from moejax.bench.backends.moejax_server import MoejaxServer
         from moejax.bench.backends.openai_endpoint import OpenAIEndpoint
 
-        return OpenAIEndpoint(
-            name,
-            options,
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_position_embeddings,
-            encode=encode,
-            decode=tokenizer.decode if tokenizer else None,
-            checkpoint=weights,
-        )
+        endpoint: dict[str, Any] = {
+            "vocab_size": config.vocab_size, "max_model_len": config.max_position_embeddings,
+            "encode": encode, "decode": tokenizer.decode if tokenizer else None, "checkpoint": weights,
+        }  # fmt: skip
+        if options.kind == "openai_endpoint":
+            return OpenAIEndpoint(name, options, **endpoint)
+        return MoejaxServer(name, options, open_llm, log_dir / f"{name}.log", **endpoint)
     from moejax.bench.backends.peer import WorkerBackend
 
     return WorkerBackend(
