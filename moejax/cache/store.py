@@ -155,11 +155,6 @@ class BlockStore:
             )
             start += size
 
-    @property
-    def arrived(self) -> bool:
-        """Tells whether `settle` would not wait for a device."""
-        return all(leaf.is_ready() for _, leaves in self._coming for leaf in leaves)
-
     def settle(self) -> None:
         """Copies what was put, waiting for it where it is not there yet."""
         coming, self._coming = self._coming, []

@@ -124,21 +124,12 @@ class Engine:
         """
         requests = list(requests)
         with self.lock:
-            self.check(requests)
-            self.queue(requests, group)
-
-    def check(self, requests: Iterable[RequestState]) -> None:
-        """Raises what `add` does, and queues nothing."""
-        with self.lock:
             if self.stopped == CLOSED:
                 raise RequestError(CLOSED)
-            for root in (root for request in requests for root in request.roots):
-                self.scheduler.check_fits(root)
-                self.scheduler.check_on_time(root)
-
-    def queue(self, requests: Iterable[RequestState], group: int | None = None) -> None:
-        """Queues requests that have been checked."""
-        with self.lock:
+            for request in requests:
+                for root in request.roots:
+                    self.scheduler.check_fits(root)
+                    self.scheduler.check_on_time(root)
             for request in requests:
                 for root in request.roots:
                     self.scheduler.add(root, group)
@@ -284,11 +275,6 @@ class Engine:
     def _parts(self) -> list[Scheduler]:
         """The scheduler, or those of the data-parallel groups."""
         return getattr(self.scheduler, "groups", [self.scheduler])
-
-    @property
-    def ready(self) -> bool:
-        """Tells whether a step would not wait for the device."""
-        return self._in_flight is None or self.runner.ready(self._in_flight.handle)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Steps until `done()`, together with whoever else does.
