@@ -45,6 +45,7 @@ from moejax.sharding.mesh import virtual_devices
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02  # longest wait for a message before the caller has its turn
+_START_S = 600.0  # longest wait for the model to be open, and for steps to be compiled
 
 
 class Disaggregated:
@@ -58,7 +59,6 @@ class Disaggregated:
             its alone. At most twice as many requests as it can run are under way; others wait in order of
             arrival, so that the host holds no more blocks than theirs.
         timeout_s: the longest silence of a prefill engine that is at work: more than a step takes.
-        start_timeout_s: the longest wait for it to open the model, or to compile.
 
     Attributes:
         lost: why there is no prefill engine any more, until `start`; None while there is.
@@ -70,16 +70,9 @@ class Disaggregated:
         DeviceError: the process does not start.
     """
 
-    def __init__(
-        self,
-        prefill: LLM | Mapping[str, Any],
-        decode: LLM,
-        *,
-        timeout_s: float = 60.0,
-        start_timeout_s: float = 600.0,
-    ) -> None:
-        self.decode, self._given, self._blocks = decode, prefill, prepare(decode, saving=False)
-        self._timeout_s, self._start_s = timeout_s, start_timeout_s
+    def __init__(self, prefill: LLM | Mapping[str, Any], decode: LLM, *, timeout_s: float = 60.0) -> None:
+        self.decode, self._given, self._timeout_s = decode, prefill, timeout_s
+        self._blocks = prepare(decode, saving=False)
         self._most = 2 * decode.engine_config.max_num_seqs * decode.parallel_config.data_groups
         self.counts: Counter[str] = Counter()
         self._live: dict[str, RequestState] = {}
@@ -96,13 +89,13 @@ class Disaggregated:
         self._heard = 0.0
         self._end, theirs = multiprocessing.Pipe()
         limit_waits(self._end, self._timeout_s)
-        make: Any = multiprocessing.get_context("spawn").Process
-        make = threading.Thread if isinstance(self._given, LLM) else make
+        here, processes = isinstance(self._given, LLM), multiprocessing.get_context("spawn")
+        make: Any = threading.Thread if here else processes.Process
         given = theirs, self._timeout_s, self._given, jax.local_device_count()
-        self._peer: Any = make(target=serve, args=given, daemon=True)
+        self._peer = make(target=serve, args=given, daemon=True)
         self._peer.start()
-        if not isinstance(self._given, LLM):
-            theirs.close()  # its copy tells that it is gone
+        if not here:
+            theirs.close()  # the copy there tells when it is gone
         blocks = self._answer()
         if self.lost is not None:
             raise DeviceError(self.lost)
@@ -163,20 +156,16 @@ class Disaggregated:
         """Compiles ahead of time every step of both engines, see `LLM.warmup`."""
         self.decode.warmup(max_total_len=max_total_len, sampling_params=sampling_params, **more)
         firsts = [first_token(drawn(params)) for params in sampling_params]
-        self._tell("call", "warmup", {"max_total_len": max_total_len, "sampling_params": firsts})
-        self._answer()
+        self._call("warmup", max_total_len=max_total_len, sampling_params=firsts)
 
     def clear_prefix_cache(self) -> None:
         """Forgets prefixes in both engines, see `LLM.clear_prefix_cache`."""
         self.decode.clear_prefix_cache()
-        self._tell("call", "clear_prefix_cache", {})
-        self._answer()
+        self._call("clear_prefix_cache")
 
     def close(self) -> None:
         """Ends both engines, see `LLM.close`."""
-        self._end.close()
-        if self._kills:
-            self._peer.kill()
+        self._stop()
         self._peer.join(self._timeout_s)
         self.decode.close()
 
@@ -234,9 +223,10 @@ class Disaggregated:
 
     # -- messages ----------------------------------------------------------------------------------------
 
-    @property
-    def _kills(self) -> bool:
-        return hasattr(self._peer, "kill")  # a process, and no thread
+    def _call(self, name: str, **options: Any) -> None:
+        """Has the prefill engine's `LLM` do something, and waits for it."""
+        self._tell("call", name, options)
+        self._answer()
 
     def _tell(self, *message: Any) -> None:
         if self.lost is None and not send(self._end, *message):
@@ -255,31 +245,36 @@ class Disaggregated:
 
     def _answer(self) -> Any:
         """Waits for what is said once the model is open, or a call has returned."""
-        until = time.monotonic() + self._start_s
+        until = time.monotonic() + _START_S
         while (message := self._hear(max(0.0, until - time.monotonic())))[0] in ("done", "beat"):
             pass
         if message[0] == "refused":
-            self._end.close()
+            self._stop()
             raise ConfigError(message[1])
         if message[0] == "nothing" and self.lost is None:
-            self._lose(f"it is not ready after {self._start_s:g} s")
+            self._lose(f"it is not ready after {_START_S:g} s")
         return message[-1]
 
     def _lose(self, why: str) -> None:
         """Ends the prefill engine; what it has is computed here."""
-        self._end.close()
-        code = None
-        if self._kills:
-            self._peer.join(0.2)  # its own end says more than ours
-            code = self._peer.exitcode
-            self._peer.kill()
-            self._peer.join()
+        code = self._stop()
         self.lost = f"the prefill engine is lost: {why}" + (f" (exit code {code})" if code else "")
         self.counts["lost_peers"] += 1
         logger.warning("%s; requests go on without it", self.lost)
         away, self._away = self._away, {}
         for request in away.values():
             self._queue(request, "recomputed")
+
+    def _stop(self) -> int | None:
+        """Closes the connection, at which a thread ends, and kills a process, whose exit code it returns."""
+        self._end.close()
+        if isinstance(self._given, LLM):
+            return None
+        self._peer.join(0.2)  # its own end says more than ours
+        code: int | None = self._peer.exitcode
+        self._peer.kill()
+        self._peer.join()
+        return code
 
 
 def first_token(params: SamplingParams, seed: int | None = None) -> SamplingParams:

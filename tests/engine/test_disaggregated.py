@@ -24,6 +24,10 @@ from moejax import (
     QuantConfig,
     SamplingParams,
 )
+from moejax.bench.backends.adapters import open_ours
+from moejax.bench.backends.config import BackendOptions
+from moejax.bench.backends.disaggregating import DisaggregatingBackend, disaggregated_rows
+from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.cache.pool import block_bytes
 from moejax.core.adapters import AdaptersConfig
 from moejax.core.errors import ConfigError, DeviceError, RequestError
@@ -381,10 +385,32 @@ def test_a_process_that_is_killed_stopped_and_started_again(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_start(llm: LLM) -> None:
+def test_a_process_that_does_not_start(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"model": "nowhere", "engine": ENGINE}
     with pytest.raises(ConfigError, match="nowhere"):
         Disaggregated(given, llm.variant(ENGINE))
+    monkeypatch.setattr(apart, "_START_S", 0.1)
     with pytest.raises(DeviceError, match="it is not ready after"):
-        Disaggregated(given, llm.variant(ENGINE), start_timeout_s=0.1)
+        Disaggregated(given, llm.variant(ENGINE))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_as_a_backend(llm: LLM) -> None:
+    """Under a benchmark's names, with what its table says."""
+    options = BackendOptions(disaggregate="devices", disaggregate_to=ParallelConfig(first_device=1))
+    backend = open_ours(options, llm.variant(ENGINE))
+    assert isinstance(backend, DisaggregatingBackend)
+    asks = list(map(list, zip(*asked(7), strict=True)))
+    backend.prepare(max_num_seqs=4, max_total_len=40, params=PARAMS)
+    assert tokens(backend.generate(*asks)) == tokens(llm.generate(*asks))
+    outputs = [backend.submit(*each) for each in zip(*asks, strict=True)]
+    while backend.step():
+        pass
+    assert all(output.finished for output in outputs)
+    (row,) = disaggregated_rows({"pair": backend, "one": MoejaxBackend(llm)})
+    assert (row["handed_over"], row["decode_only"], row["lost_peers"]) == (12, 2, 0)
+    assert row["kv_sent_bytes"] == row["kv_formula_bytes"] > 0
+    with pytest.raises(ConfigError, match="beside a baseline without it"):
+        backend.beside(ENGINE)
+    backend.close()
