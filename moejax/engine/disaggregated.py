@@ -14,6 +14,7 @@ done when it is lost, the other one does from the beginning. Messages have a che
 import logging
 import multiprocessing
 import pickle
+import queue
 import signal
 import socket
 import struct
@@ -343,8 +344,10 @@ def serve(end: Connection, timeout_s: float, given: LLM | Mapping[str, Any], dev
 def answer(end: Connection, llm: LLM, beat_s: float) -> None:
     """Does what messages ask until the other end is gone, and steps where there is none."""
     live, said = dict[str, tuple[RequestOutput, list[BlockStore]]](), 0.0
+    inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(end, inbox), daemon=True).start()
     while True:
-        match receive(end, 0 if live else None):
+        match inbox.get() if inbox.qsize() or not live else ("nothing",):
             case ("submit", number, asked, more):
                 try:
                     live[number] = llm.submit(*asked, **more), []
@@ -372,6 +375,13 @@ def answer(end: Connection, llm: LLM, beat_s: float) -> None:
                 if time.monotonic() - said > beat_s:
                     said = time.monotonic()
                     send(end, "beat")
+
+
+def listen(end: Connection, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    """Takes in messages during steps and sending, so that the other end waits for neither to send its own."""
+    message: tuple[Any, ...] = ()
+    while message[:1] != ("lost",):
+        inbox.put(message := receive(end, None))
 
 
 def copy_blocks(llm: LLM, stores: list[BlockStore], sample: Sample) -> None:
