@@ -108,11 +108,13 @@ class Disaggregated:
             )
 
     def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[RequestOutput]:
-        """Completes each prompt, see `LLM.generate`."""
+        """Completes each prompt, see `LLM.generate`; routing is recorded of the steps that decode."""
         options["record"] = options.pop("record_routing", False)
         outputs = self._submit(self.decode.builder.to_generate(as_list(prompts), sampling_params, **options))
         try:
             while not all(output.finished for output in outputs):
+                if self.decode.engine.stopped is not None:
+                    raise RequestError(self.decode.engine.stopped)
                 self.step()
         finally:
             for output in outputs:

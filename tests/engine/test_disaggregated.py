@@ -146,6 +146,13 @@ def test_requests_end_wherever_they_are(llm: LLM, pair: Disaggregated) -> None:
     assert tokens(kept) == want
 
 
+def test_a_paused_engine_says_so(pair: Disaggregated) -> None:
+    pair.pause("keep")
+    with pytest.raises(RequestError, match="paused"):
+        pair.generate(prompts(2), PARAMS[0])
+    pair.unpause()
+
+
 def test_no_more_are_under_way_than_can_run(pair: Disaggregated) -> None:
     outputs = [pair.submit(prompt, PARAMS[0]) for prompt in prompts(20)]
     while pair.step():
