@@ -36,6 +36,7 @@ class ParallelConfig(Checked, section="parallel"):
             all-gather, with which decoding exchanges, is not cut.
         microbatches: parts of a step that follow each other through the pipeline; None: as many as stages.
         stage_layers: layers of each stage; None: balanced by cost.
+        first_device: number of its first device, so that two engines can lie side by side.
         auto: devices over which an experiment is to choose the layout (`parallel=auto`); 0: it is said.
     """
 
@@ -52,6 +53,7 @@ class ParallelConfig(Checked, section="parallel"):
     dispatch_microbatches: Literal[1, 2] = 1
     microbatches: PositiveInt | None = None
     stage_layers: tuple[PositiveInt, ...] | None = None
+    first_device: NonNegativeInt = 0
     auto: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class ParallelConfig(Checked, section="parallel"):
 
     @property
     def is_single(self) -> bool:
-        return self.num_devices == 1 and not self.redundant_experts
+        return self.num_devices == 1 and not (self.redundant_experts or self.first_device)
 
     def padded_vocab(self, vocab_size: int) -> int:
         """Counts the rows of embedding and output projection with the zeros that let them divide."""
@@ -126,10 +128,12 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, devices: int) -
     faults = []
     if parallel.auto:
         faults.append("auto is for experiments: moejax.bench.simulate.plan.choose_layout returns a layout")
-    if parallel.num_devices > devices:
+    needed = parallel.first_device + parallel.num_devices
+    if needed > devices:
+        after = f" after the first {parallel.first_device}" if parallel.first_device else ""
         faults.append(
-            f"{parallel._product} devices are needed and {devices} are there (without GPUs, XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={parallel.num_devices} makes virtual ones)"
+            f"{parallel._product} devices{after} are needed and {devices} are there (without GPUs, XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={needed} makes virtual ones)"
         )
     tensor, tp, ep = parallel.tensor_size, parallel.tp, parallel.ep
     split = f"tp={tp}" if tensor == tp else f"ep·tp={tensor} (parallel.attention=tensor)"

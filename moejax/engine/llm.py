@@ -85,6 +85,7 @@ class LLM(Changes):
         fill: bool = True,
         **foreign: Any,
     ) -> None:
+        self.arguments = dict(model=model, dtype=dtype, quant=quant, seed=seed, load_format=load_format)
         for keyword in foreign:
             raise refuse(keyword, inspect.signature(LLM).parameters.keys() - {"foreign"})
         resolved = resolve(model, dtype, parallel, engine, quant, seed, load_format)

@@ -233,14 +233,15 @@ def _take_over(
 # -- blocks ----------------------------------------------------------------------------------------------
 
 
-def _stages(runner: AnyRunner) -> list[DeviceRunner]:
+def stages_of(runner: AnyRunner) -> list[DeviceRunner]:
+    """Returns the parts of a runner that have blocks, in the order of their layers."""
     return [*runner.stages] if isinstance(runner, PipelineRunner) else [runner]
 
 
 def _read(runner: AnyRunner, groups: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
     """Returns n blocks, an array `[n, …]` for each array of each layer's segments."""
     found: list[np.ndarray] = []
-    for part in _stages(runner) if len(blocks) else ():
+    for part in stages_of(runner) if len(blocks) else ():
         store = BlockStore(len(blocks))
         part.transport(True, store, groups, blocks, np.arange(len(blocks)))
         found += store.get(range(len(blocks)))
@@ -250,7 +251,7 @@ def _read(runner: AnyRunner, groups: np.ndarray, blocks: np.ndarray) -> list[np.
 def _write(runner: AnyRunner, groups: np.ndarray, blocks: np.ndarray, arrays: list[np.ndarray]) -> None:
     """Puts what `_read` has given into other blocks, each layer's where it is now."""
     rest = iter(arrays)
-    for part in _stages(runner) if arrays else ():
+    for part in stages_of(runner) if arrays else ():
         store = BlockStore(len(blocks))
         store.fill(list(itertools.islice(rest, len(jax.tree.leaves(part.pool.blocks(1))))))
         part.transport(False, store, groups, blocks, np.arange(len(blocks)))

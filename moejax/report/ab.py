@@ -89,6 +89,12 @@ def print_ab(result: Mapping[str, Any], console: Console) -> None:
         names = [name for name in result["reconfigured"][0] if name.endswith(("ms", "bytes"))]
         columns = [Column("variant", "variant", left=True), *metric_columns(*names)]
         tables.append(column_table("changes of layout under load", columns, result["reconfigured"]))
+    if result.get("disaggregated"):
+        columns = [
+            Column("variant", "variant", left=True),
+            *metric_columns(*[*result["disaggregated"][0]][1:]),
+        ]
+        tables.append(column_table("prompts computed by another engine", columns, result["disaggregated"]))
     verdicts, each = ([verdict_of(row) for row in result[key]] for key in ("verdicts", "case_verdicts"))
     control = [verdict_of(row) for row in result["control"]]
     tables += verdict_tables(verdicts, each, _explained(len(verdicts)))

@@ -68,6 +68,7 @@ def test_sizes() -> None:
         ({"tp": 7}, "moe_intermediate_size 16 % tp=7 = 2"),
         ({"tp": 7}, "intermediate_size 48 % tp=7 = 6"),
         ({"tp": 16}, "16 devices are needed and 8 are there"),
+        ({"tp": 4, "first_device": 5}, "4 devices after the first 5 are needed and 8 are there"),
         ({"tp": 16}, "XLA_FLAGS=--xla_force_host_platform_device_count=16"),
     ],
 )

@@ -15,6 +15,7 @@ from moejax.bench.ab.mismatch import check_mismatch, mismatch_rows
 from moejax.bench.ab.speculation import speculation_rows
 from moejax.bench.ab.tiers import tiers_rows
 from moejax.bench.ab.variants import CONTROL, Arm
+from moejax.bench.backends.disaggregating import disaggregated_rows
 from moejax.bench.backends.moejax import MoejaxBackend, engine_of
 from moejax.bench.backends.reconfiguring import reconfigured_rows
 from moejax.bench.common.agreement import token_agreement
@@ -33,6 +34,7 @@ from moejax.results.statistics import interval_fields, paired_ratio
 
 _TABLES = (
     "verdicts", "stages", "speculation", "determinism", "mismatch", "eviction", "tiers", "reconfigured",
+    "disaggregated",
 )  # fmt: skip
 _LOOK_EVERY = 5  # rounds between looks at the intervals' widths
 
@@ -249,6 +251,7 @@ def _build(
         eviction=eviction_rows(arms, load),
         tiers=tiers_rows(arms, load),
         reconfigured=reconfigured_rows({arm.name: arm.backend for arm in arms}),
+        disaggregated=disaggregated_rows({arm.name: arm.backend for arm in arms}),
         **ladder,
     )
 

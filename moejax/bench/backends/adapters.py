@@ -7,6 +7,7 @@ from pathlib import Path
 from flax import nnx
 
 from moejax.bench.backends.config import BackendOptions
+from moejax.bench.backends.disaggregating import DisaggregatingBackend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.backends.reconfiguring import ReconfiguringBackend
 from moejax.bench.experiment_run import DRY_RUN
@@ -66,6 +67,8 @@ def open_ours(options: BackendOptions, llm: LLM) -> MoejaxBackend:
 
     if DRY_RUN.get() is not None:
         return MoejaxBackend(llm)
+    if options.disaggregate != "none":
+        return DisaggregatingBackend(llm, options)
     if options.reconfigure_after:
         return ReconfiguringBackend(llm, options.reconfigure_after, options.reconfigure_to)
     if not options.merged:

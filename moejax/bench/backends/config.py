@@ -31,7 +31,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "url": ("openai_endpoint",), "model": ("openai_endpoint",), "api_key_env": ("openai_endpoint",),
     "prompts": ("openai_endpoint", "moejax_server"), "options": (*_LOCAL, "openai_endpoint", "moejax_server"),
     "adapters": ("moejax",), "merged": ("moejax",), "reconfigure_after": ("moejax",),
-    "reconfigure_to": ("moejax",),
+    "reconfigure_to": ("moejax",), "disaggregate": ("moejax",), "disaggregate_to": ("moejax",),
 }  # fmt: skip
 # What a backend beside the first takes from the section itself where it has none of its own.
 _SHARED = ("python", "threads")
@@ -64,6 +64,8 @@ class BackendOptions(Checked, section="backend"):
             another's, instead of together in `engine.adapters.slots`.
         reconfigure_after, reconfigure_to: moejax: after so many requests that arrive over time the engine
             takes another layout while it serves (`LLM.reconfigure`); 0: never.
+        disaggregate, disaggregate_to: moejax: prompts are computed by another engine of that layout, on
+            `devices` of this process or in a `process` of its own (`moejax.engine.disaggregated`).
     """
 
     kind: Kind = "moejax"
@@ -82,6 +84,8 @@ class BackendOptions(Checked, section="backend"):
     merged: bool = False
     reconfigure_after: NonNegativeInt = 0
     reconfigure_to: ParallelConfig = field(default_factory=ParallelConfig)
+    disaggregate: Literal["none", "devices", "process"] = "none"
+    disaggregate_to: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, where: str = "backend", shared: Collection[str] = ()) -> None:
         """Checks what can be known before anything runs: values that belong to another kind, missing files,
@@ -101,6 +105,9 @@ class BackendOptions(Checked, section="backend"):
                 raise ConfigError(f"{where}.{name} is for {' and '.join(kinds)}, and this is {self.kind}")
         if self.merged and not self.adapters:
             raise ConfigError(f"{where}.merged=true needs {where}.adapters: how many, or their directories")
+        if self.disaggregate != "none" and (self.merged or self.adapters or self.reconfigure_after):
+            others = "adapters, merged and reconfigure_after"
+            raise ConfigError(f"{where}.disaggregate={self.disaggregate} does not go with {others}")
         if self.kind in _LOCAL:
             self._check_worker(where)
         if self.kind == "moejax_server":

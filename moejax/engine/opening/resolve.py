@@ -467,7 +467,7 @@ def make_places(parallel: ParallelConfig, model: ModelConfig, moe: MoeConfig) ->
                 f"{moe.by_batch} depends on the whole batch, which microbatches cut; with "
                 f"parallel.pp={parallel.pp} it needs parallel.microbatches=1"
             )
-    plan = make_mesh(parallel, model.num_kv_heads)
+    plan = make_mesh(parallel, model.num_kv_heads, jax.devices()[parallel.first_device :])
     return [MeshDevices(mesh, plan.axes) for mesh in plan.stages]
 
 

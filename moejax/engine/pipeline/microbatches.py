@@ -61,7 +61,7 @@ def split_plan(plan: Plan, count: int, rank: Callable[[Sequence], Any], least_to
 def with_moves(parts: list[Part], plan: Plan) -> list[Part]:
     """Gives the first part the blocks that the whole plan saves, loads and copies."""
     for group, first in zip(plan.groups, parts[0].plan.groups, strict=True):
-        first.saves, first.loads = group.saves, group.loads
+        first.saves, first.loads, first.imports = group.saves, group.loads, group.imports
         first.copies, first.window_copies = group.copies, group.window_copies
     return parts
 

@@ -117,8 +117,11 @@ class PipelineRunner(BucketRunner):
             )
             for i, (functions, place) in enumerate(stages)
         ]
+        arrays = 0
         for stage in self.stages:
             stage.limits = self.limits  # one buffer for all, whatever the windows of their layers
+            stage.arrays = slice(arrays, arrays + len(jax.tree.leaves(stage.pool.blocks(1))))
+            arrays = stage.arrays.stop
         places = [place for _, place in stages]
         self._onward = [
             Transfer(source, target, ledger.get, f"transfer {i} to {i + 1}")
@@ -165,7 +168,7 @@ class PipelineRunner(BucketRunner):
             microbatch = self._microbatch(key, buffer)
             microbatch.needs = self._needs(part.plan)
             if any(
-                group.saves or group.loads or group.copies or group.window_copies
+                group.saves or group.loads or group.imports or group.copies or group.window_copies
                 for group in part.plan.groups
             ):
                 microbatch.moves = part.plan

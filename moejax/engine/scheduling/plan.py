@@ -63,6 +63,8 @@ class StepPlan:
         forks: of each chunk, the samples that start with it (only on a last chunk).
         saves, loads: (block, slot) to copy to the store on the host, and then (slot, block) from there, both
             before `copies`.
+        imports: blocks to be filled, after the loads, with the last of those that a sequence brings: arrays
+            `[at least len(blocks), …]`, see `Sequence.blocks_of_host`.
         copies: (source, destination) blocks to copy, in this order, before anything is written.
         window_copies: `copies` of the blocks of layers with a sliding window, where these have their own.
         preempted: sequences that lost their blocks for this plan.
@@ -80,6 +82,7 @@ class StepPlan:
     forks: list[list[Sequence]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
+    imports: list[tuple[list[int], Any]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     window_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
@@ -149,7 +152,7 @@ class StepPlan:
         for chunk in self.chunks:
             end = chunk.start + chunk.count
             blocks.update(chunk.sequence.blocks[chunk.start // block_size : -(-end // block_size)])
-        return blocks.union(block for _, block in self.copies + self.loads)
+        return blocks.union((block for _, block in self.copies + self.loads), *(b for b, _ in self.imports))
 
     @property
     def groups(self) -> "list[StepPlan]":

@@ -523,8 +523,13 @@ class Scheduler:
             reuse(self, sequence, plan)
         self.swap.back(sequence, plan.loads, self.allocator)
         if sequence.imported:
+            had = len(sequence.blocks)
+            self.allocator.grow(sequence.blocks, sequence.imported)
+            if sequence.blocks_of_host is not None:
+                plan.imports.append((sequence.blocks[had:], sequence.blocks_of_host))
             sequence.computed = sequence.cached = max(sequence.computed, sequence.imported)
             sequence.imported = 0  # once: who loses its place computes them again
+            sequence.blocks_of_host = None
         self.policy.admitted(sequence)
         sequence.resumed = len(sequence.tokens)
         self.allocator.grow(sequence.blocks, sequence.length)
@@ -549,6 +554,8 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if sequence.on_release is not None:
+            sequence.on_release(sequence)
         remembers = self.prefixes is not None and sequence.identity is not None and not sequence.swapped
         if self.prefixes is not None and remembers and sequence.computed:
             known = sequence.tokens[: sequence.computed]

@@ -68,8 +68,10 @@ class Sequence:
         charged: its tenant has been charged for the prompt.
         resumed: tokens that it had when it was admitted last.
         preempted_at: tokens that it had computed when it was preempted last.
-        imported: its first tokens whose keys and values come with it from another engine, which put them into
-            the blocks that it gets when it is admitted.
+        imported: its first tokens whose keys and values come with it from another engine, and are put into
+            the blocks that it gets when it is admitted: `blocks_of_host`, an array `[n, …]` for each array of
+            each layer's segments; None: whoever simulates computes nothing.
+        on_release: called with it before its blocks are given up.
         swapped: slots of the host's store that have its blocks since (`moejax.engine.scheduling.swap`).
         routing: int64, of each position the row of the trace that is replayed; None where none is.
         finish_reason: why its last token ended it; None while it goes on, or if it was ended from outside.
@@ -104,6 +106,8 @@ class Sequence:
     resumed: int = 0
     preempted_at: int = 0
     imported: int = 0
+    blocks_of_host: Any = None
+    on_release: Any = None
     swapped: list[int] = field(default_factory=list)
     routing: Any = None
     owner: Any = None

@@ -77,7 +77,8 @@ class DeviceRunner(BucketRunner):
         store_slots: blocks of each group that the host's store has room for.
         leader: whose steps this one's cache follows, and whose drafts it makes.
 
-    `last` is that of `DeviceState`, and the leader's; `drafter` is who follows, if anybody does.
+    `last` is that of `DeviceState`, and the leader's; `drafter` is who follows, if anybody does; `arrays` are
+    its own of all layers'.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DeviceRunner(BucketRunner):
             model, config, cache, ledger, kernels, replay, place=self.place, store_slots=store_slots
         )
         self.pool = self._make_pool("blocks", self.buckets.segments)
-        self.windows = None
+        self.windows, self.arrays = None, slice(None)
         if self.builder.windows is not None:
             self.windows = self._make_pool("window", self.builder.windows)
         self.store = BlockStore(store_slots * self.groups)
@@ -211,11 +212,16 @@ class DeviceRunner(BucketRunner):
             runner.store.begin()
 
     def move(self, plan: Plan) -> None:
-        """Copies blocks to the host's store, then others from there."""
+        """Copies blocks to the host's store, then others from there, and what sequences bring."""
         groups = list(enumerate(plan.groups))
         saves = [(group, *pair) for group, part in groups for pair in part.saves]
         self._move(True, self._read(saves) if saves and self.pool.host_reads else saves)
         self._move(False, [(group, block, slot) for group, part in groups for slot, block in part.loads])
+        for group, blocks, arrays in ((group, *each) for group, part in groups for each in part.imports):
+            if n := len(blocks):
+                store = BlockStore(n)
+                store.fill([array[-n:] for array in arrays[self.arrays]])
+                self.transport(False, store, np.full(n, group), np.array(blocks), np.arange(n))
 
     def _read(self, saves: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Copies to the store what no step under way writes, meanwhile and in a fraction of the time that a

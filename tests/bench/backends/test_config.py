@@ -37,6 +37,11 @@ MISTAKES = [
     (["backend.compare_with=hf_transformers"], ["must be a list"]),
     (["backend.compare_with=[hf_transformer]"], ["unknown backend", "did you mean 'hf_transformers'?"]),
     (["backend.compare_with=[moejax]"], ["moejax is measured already"]),
+    (["backend.disaggregate=mesh"], ["backend.disaggregate", "none", "devices", "process"]),
+    (
+        ["backend.disaggregate=devices", "backend.adapters=1"],
+        ["backend.disaggregate=devices does not go with"],
+    ),
     (["backend.url=http://x/v1"], ["backend.url is for openai_endpoint, and this is moejax"]),
     (["backend.threads=2"], ["backend.threads is for hf_transformers and llama_cpp, and this is moejax"]),
     (["backend=llama_cpp", LLAMA], ["backend.path is missing", "GGUF", "convert_hf_to_gguf.py"]),
