@@ -62,7 +62,11 @@ class MoejaxServer(OpenAIEndpoint):
         return super().stats() | {"failed_steps": self._call("stats")["failed_steps"]}
 
     def reset_stats(self) -> None:
-        for name in ("reset_stats", "clear_prefix_cache", "clear_drafts"):  # repetitions do not find each other
+        for name in (
+            "reset_stats",
+            "clear_prefix_cache",
+            "clear_drafts",
+        ):  # repetitions do not find each other
             self._call(name)
 
     def describe(self) -> dict[str, Any]:
@@ -85,7 +89,8 @@ class MoejaxServer(OpenAIEndpoint):
         try:
             if not self._pipe.poll(self.timeout_s):
                 raise BackendError(
-                    f"backend {self.name} said nothing for {self.timeout_s:g} s (backend.timeout_s); {self.log}"
+                    f"backend {self.name} said nothing for {self.timeout_s:g} s (backend.timeout_s);"
+                    f" see {self.log}"
                 )
             error, value = self._pipe.recv()
         except (EOFError, OSError):

@@ -14,8 +14,8 @@ def against_first(measured: Sequence[Metrics], first: Sequence[Metrics]) -> dict
 
     `ttft_ratio`, `tpot_ratio` and `e2el_ratio` are of times: 2 is twice as long as the first. `output_ratio`
     is of output tokens/s: 2 is twice as fast. Each is the median of the iterations' ratios, with a bootstrap
-    interval as `_low` and `_high`; None where there is nothing to divide. `added_tpot_ms` is the median of the
-    differences of the time per output token.
+    interval as `_low` and `_high`; None where there is nothing to divide. `added_tpot_ms` is the median
+    of the differences of the time per output token.
     """
     row: dict[str, float | None] = {}
     for name in ("ttft", "tpot", "e2el", "output"):
