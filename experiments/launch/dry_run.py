@@ -25,7 +25,7 @@ from moejax.core.host import HostConfig
 from moejax.engine.llm import LLM
 from moejax.engine.opening.memory import device_limit, is_here
 
-_SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "program", "generate",
+_SECTIONS = ("workload", "ramp", "ab", "stress", "quantization", "scaling", "program", "generate", "serve",
              "routing_policies", "offload", "dashboard")  # fmt: skip
 _COMMON = ("seed", "overwrite", "verbose", "objective", "objective_case")
 _ROW_BYTES, _TOKEN_BYTES, _PLOTS_BYTES = 180, 21, 5e5  # requests.jsonl; plots and result.json

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 
@@ -26,30 +27,34 @@ def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], N
     Raises:
         ConfigError: a file of keys, or an address that cannot be listened at.
     """
-    if config.warmup:
-        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
-    asyncio.run(_serve(llm, config, name, on_ready))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"serve.host={config.host}, serve.port={config.port}: cannot listen there"
+            f" ({error.strerror or error}); is another server at this address? port=0 takes one that is free"
+        ) from None
+    with listening:
+        if config.warmup:
+            llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+        asyncio.run(_serve(llm, config, name, listening, on_ready))
 
 
-async def _serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
+async def _serve(
+    llm: LLM, config: ServeSection, name: str, listening: socket.socket, on_ready: Callable[[str], None]
+) -> None:
     engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
     server: Server | None = None
     try:
         server = Server(engine, config, name)
         options = uvicorn.Config(
-            server.app(), host=config.host, port=config.port, log_config=None, access_log=False,
+            server.app(), log_config=None, access_log=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)), server_header=False, lifespan="off",
         )  # fmt: skip
         listener = _Listener(options)
-        try:
-            socket = options.bind_socket()
-        except SystemExit:
-            raise ConfigError(
-                f"serve.host={config.host}, serve.port={config.port}: cannot listen there; is another server "
-                "at this address? port=0 takes one that is free"
-            ) from None
-        host, port = socket.getsockname()[:2]
-        serving = asyncio.create_task(listener.serve(sockets=[socket]))
+        host, port = listening.getsockname()[:2]
+        serving = asyncio.create_task(listener.serve(sockets=[listening]))
         loop = asyncio.get_running_loop()
 
         def end() -> None:

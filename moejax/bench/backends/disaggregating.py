@@ -15,7 +15,8 @@ class DisaggregatingBackend(MoejaxBackend):
     """`llm` is a `Disaggregated` with the engine that decodes; steps that are counted are that one's."""
 
     def __init__(self, decode: LLM, options: BackendOptions) -> None:
-        given = decode.arguments | {"parallel": options.disaggregate_to, "engine": decode.engine_config}
+        more = {"parallel": options.disaggregate_to, "engine": decode.engine_config}
+        given: dict[str, Any] = decode.arguments | more
         prefill = given if options.disaggregate == "process" else LLM(**given)
         pair: Any = Disaggregated(prefill, decode, timeout_s=options.timeout_s)
         super().__init__(pair)
