@@ -69,7 +69,8 @@ class _Events(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         async def within(message: Any) -> None:
-            await asyncio.wait_for(send(message), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                await send(message)
 
         try:
             await super().stream_response(within)

@@ -262,7 +262,10 @@ def completion_choice(
     return choice
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def event(data: dict[str, Any] | str) -> bytes:
     """Returns a server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = data if isinstance(data, str) else _JSON.encode(data)
     return f"data: {text}\n\n".encode("utf-8", "replace")

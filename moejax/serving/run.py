@@ -38,7 +38,8 @@ def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], N
     with listening:
         if config.warmup:
             llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
-        asyncio.run(_serve(llm, config, name, listening, on_ready))
+        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+            runner.run(_serve(llm, config, name, listening, on_ready))
 
 
 async def _serve(

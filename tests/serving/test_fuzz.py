@@ -30,8 +30,8 @@ NAMES = [
     "%2e%2e",
 ]
 FIELDS = [
-    "model", "prompt", "max_tokens", "temperature", "top_p", "stop", "logprobs", "stream_options", "min_tokens",
-    "seed", "response_format", "structured_outputs", "deadline_ms", "logit_bias",
+    "model", "prompt", "max_tokens", "temperature", "top_p", "stop", "logprobs", "stream_options",
+    "seed", "response_format", "structured_outputs", "deadline_ms", "logit_bias", "min_tokens",
 ]  # fmt: skip
 
 

@@ -212,7 +212,7 @@ class BackendSection(BackendOptions):
 
 
 def _check_packages(*kinds: str) -> None:
-    for package, extra in (_NEEDS[kind] for kind in kinds):
+    for package, extra in (*(_NEEDS[kind] for kind in kinds), ("aiohttp", "openai")):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{kinds[0]} needs the package {package}: pip install 'moejax[{extra}]'")
 
