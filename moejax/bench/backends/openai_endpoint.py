@@ -243,7 +243,7 @@ def _read(text: str, now: float) -> tuple[Chunk, str | None]:
     event = json.loads(text)
     if error := event.get("error"):
         raise RequestError(str(error.get("message", error) if isinstance(error, dict) else error))
-    choice = next(iter(event.get("choices") or ()), {})
+    choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
     reason, said = choice.get("finish_reason"), choice.get("text") or ""
     usage = (event.get("usage") or {}).get("completion_tokens")
     spoke = bool(choice) and bool(said or not reason)
