@@ -13,9 +13,9 @@ importing pydantic takes ten times as long as importing all of `moejax.core`.
 
 import dataclasses
 import functools
-import math
 import operator
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -60,8 +60,10 @@ class Among(NamedTuple):
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Seed = Annotated[int, Must(lambda n: 0 <= n < 2**32, f"an integer between 0 and {2**32 - 1}")]
-PositiveNumber = Annotated[float, Must(lambda x: 0 < x < math.inf, "a positive number")]
-NonNegativeNumber = Annotated[float, Must(lambda x: 0 <= x < math.inf, "a number of at least 0")]
+# An integer may be larger than any float, and is no infinity.
+_LARGEST = sys.float_info.max
+PositiveNumber = Annotated[float, Must(lambda x: 0 < x <= _LARGEST, "a positive number")]
+NonNegativeNumber = Annotated[float, Must(lambda x: 0 <= x <= _LARGEST, "a number of at least 0")]
 Share = Annotated[float, Must(lambda x: 0 <= x <= 1, "a number in [0, 1]")]
 OpenShare = Annotated[float, Must(lambda x: 0 < x < 1, "a number above 0 and below 1")]
 Name = Annotated[str, Must(lambda text: bool(text.strip()), "a string that is not empty")]

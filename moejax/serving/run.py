@@ -50,7 +50,7 @@ async def _serve(
     try:
         server = Server(engine, config, name)
         options = uvicorn.Config(
-            server.app(), log_config=None, access_log=False,
+            server.app(), log_config=None, http="h11", access_log=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)), server_header=False, lifespan="off",
         )  # fmt: skip
         listener = _Listener(options)

@@ -216,9 +216,11 @@ def test_lm_eval_s_log_likelihoods_are_score_s(
     """The program that LM_EVAL names, else `lm_eval`, may be of another environment."""
     rows = [json.dumps({"context": a, "continuation": b}) for a, b in TEXTS]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    shutil.copy(model_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(tmp_path / "data.jsonl")))
     arguments = {
-        "model": "toy", "base_url": f"{address}/v1/completions", "tokenizer": model_dir, "num_concurrent": 2,
+        "model": "toy", "base_url": f"{address}/v1/completions", "tokenizer": tmp_path, "num_concurrent": 2,
         "tokenizer_backend": "huggingface", "max_length": 64,
     }  # fmt: skip
     command = [

@@ -45,7 +45,7 @@ def served(llm: LLM, name: str = "toy", **section: Any) -> Iterator[tuple[str, S
         config = ServeSection(**section)
         engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
         server = Server(engine, config, name)
-        options = uvicorn.Config(server.app(), log_config=None, lifespan="off")
+        options = uvicorn.Config(server.app(), log_config=None, lifespan="off", http="h11")
         listener = uvicorn.Server(options)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             told.update(server=server, listener=listener, port=listening.getsockname()[1])

@@ -122,7 +122,7 @@ class SamplingParams(Checked, error=RequestError):
             biases = {int(token): min(max(float(x), -100.0), 100.0) for token, x in self.logit_bias.items()}
             if any(math.isnan(x) for x in biases.values()):
                 raise ValueError
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from None
         object.__setattr__(self, "logit_bias", biases)
         if self.stop and not self.detokenize:
