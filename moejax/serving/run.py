@@ -16,6 +16,9 @@ from moejax.serving.app import Server
 from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
 
+# Longer than clients keep idle connections, lest one sends a request as this end closes its own.
+_KEEP_ALIVE_S = 65
+
 
 def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
     """Answers requests until SIGINT or SIGTERM, then ends what runs, or after `serve.drain_s` all.
@@ -61,6 +64,7 @@ async def _serve(
         server = Server(engine, config, name)
         options = uvicorn.Config(
             server.app(), log_config=None, http="h11", access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(config.drain_s)), server_header=False, lifespan="off",
         )  # fmt: skip
         listener = _Listener(options)
