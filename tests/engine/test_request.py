@@ -21,7 +21,11 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("min_tokens", "min_tokens must be an integer of at least 0", [-1, 1.0, None]),
     ("presence_penalty", "presence_penalty must be a number in [-2, 2]", [-2.1, 2.1, NAN, None, "1"]),
     ("frequency_penalty", "frequency_penalty must be a number in [-2, 2]", [-2.1, 2.1, NAN, None, "1"]),
-    ("logit_bias", "logit_bias must map token ids to numbers", [{"a": 1.0}, {1: 10**400}, {1: "a"}, {1: None}]),
+    (
+        "logit_bias",
+        "logit_bias must map token ids to numbers",
+        [{"a": 1.0}, {1: 10**400}, {1: "a"}, {1: None}],
+    ),
     ("bad_words", "bad_words[{}] must be a string that is not empty", [[1], ["a", None], ""]),
     ("max_time_s", "max_time_s must be a positive number", [0, -1.0, NAN, INF, 10**400, True, "1"]),
     ("n", "n must be an integer of at least 1", [0, -2, 1.5, False, "2", None]),

@@ -128,10 +128,14 @@ def test_headers_and_connections_that_never_end(address: str) -> None:
             answers(client)
             many = {f"X-{number}": "1" for number in range(500)}
             assert client.post("/v1/completions", json=GOOD, headers=many).status_code == 200
-            long = client.post("/v1/completions", json=GOOD, headers={"X-Long": "a" * 1_000_000})
-            assert 400 <= long.status_code < 500
-            length = client.post("/v1/completions", content=b"{}", headers={"Content-Length": "9" * 30})
-            assert length.status_code in (400, 413)
+            for head in (
+                b"X-Long: " + b"a" * 200_000,
+                b"Content-Length: " + b"9" * 30,
+                b"Content-Length: -1",
+            ):
+                with socket.create_connection((host, int(port))) as one:
+                    one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+                    assert one.recv(100).split(b" ")[1] in (b"400", b"413"), head[:40]
             answers(client)
         assert b" 408 " in half[0].recv(1000).split(b"\r\n")[0]
     finally:

@@ -27,6 +27,7 @@ from moejax.core.errors import ConfigError
 from moejax.serving.app import Server
 from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
+from moejax.serving.run import listen
 from tests.engine.tiny import main_config, write_model
 
 ENGINE = EngineConfig(
@@ -47,7 +48,7 @@ def served(llm: LLM, name: str = "toy", **section: Any) -> Iterator[tuple[str, S
         server = Server(engine, config, name)
         options = uvicorn.Config(server.app(), log_config=None, lifespan="off", http="h11")
         listener = uvicorn.Server(options)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
+        with listen("127.0.0.1", 0) as listening:
             told.update(server=server, listener=listener, port=listening.getsockname()[1])
             began.set()
             await listener.serve(sockets=[listening])
@@ -382,6 +383,13 @@ def test_the_command_ends_by_a_signal_after_what_runs(tmp_path: Path) -> None:
         thread.join()
         assert process.wait(60) == 0
     assert told["answer"]["usage"]["completion_tokens"] == 300
+
+
+def test_connections_send_at_once() -> None:
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_what_is_wrong_with_settings_is_told() -> None:

@@ -82,7 +82,7 @@ class OpenAIEndpoint(Backend):
         # aiohttp takes less than half of httpx's time for each event, which would count as the server's.
         self._client = openai.AsyncOpenAI(
             base_url=url, api_key=key, max_retries=0, timeout=options.timeout_s,
-            http_client=openai.DefaultAioHttpClient(),
+            http_client=openai.DefaultAioHttpClient(limits=_limits()),
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
@@ -177,6 +177,8 @@ class OpenAIEndpoint(Backend):
             counted = count_tokens(chunks)
         except asyncio.CancelledError:
             raise
+        except openai.APIConnectionError as error:  # whose own words are the same for each cause
+            self._fail(output, f"{one_line(error)} ({one_line(error.__cause__ or error)})"[:300])
         except (openai.OpenAIError, RequestError) as error:
             self._fail(output, one_line(error)[:300])
         except Exception as error:
@@ -232,6 +234,13 @@ class OpenAIEndpoint(Backend):
         self._thread.join(5.0)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+
+def _limits() -> Any:
+    """Returns the package's limits, but no connection is used again that a server may be about to close: most
+    do so after five idle seconds."""
+    usual = openai.DEFAULT_CONNECTION_LIMITS
+    return type(usual)(max_connections=usual.max_connections, keepalive_expiry=1.0)
 
 
 def _read(text: str, now: float) -> tuple[Chunk, str | None]:
