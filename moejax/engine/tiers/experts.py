@@ -525,7 +525,7 @@ def check_tiers(
         f"engine.experts.miss={engine.experts.miss} on several devices": (
             engine.experts.on_host and parallel.num_devices > 1
         ),
-        "engine.tiers.resident_layers on several devices": (
+        "parallel: layers come and go on one device": (
             engine.tiers.resident_layers is not None and parallel.num_devices > 1
         ),
         "several processes": jax.process_count() > 1,
