@@ -9,38 +9,32 @@ from moejax.core.errors import RequestError, unknown
 from moejax.engine.llm import LLM
 
 
-class Admin:
-    """Actions on a running engine, by name; bodies are their arguments. They may take long."""
+def administer(llm: LLM, action: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what `ACTIONS` names with these arguments, which may take long; returns what there is to tell.
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-
-    def run(self, action: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Does what `ACTIONS` names, and returns what there is to tell.
-
-        Raises:
-            RequestError: arguments that are missing, unknown or no text.
-            MoejaxError: what the engine raises.
-        """
-        act, wanted = ACTIONS[action]
-        for name in given.keys() - {*wanted}:
-            raise RequestError(unknown("argument", name[:100], wanted) if wanted else f"{action} takes none")
-        for name in wanted:
-            if not isinstance(given.get(name), str) or not given[name]:
-                raise RequestError(f"{action}: {name} must be a text that is not empty")
-        return {"done": action, **(act(self.llm, **given) or {})}
+    Raises:
+        RequestError: arguments that are missing, unknown or no text.
+        MoejaxError: what the engine raises.
+    """
+    act, wanted = ACTIONS[action]
+    for name in given.keys() - {*wanted}:
+        raise RequestError(unknown("argument", name[:100], wanted) if wanted else f"{action} takes none")
+    for name in wanted:
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise RequestError(f"{action}: {name} must be a text that is not empty")
+    return {"done": action, **(act(llm, **given) or {})}
 
 
-def _reload(llm: LLM, path: str) -> dict[str, Any] | None:
+def _reload(llm: LLM, path: str) -> None:
     """Puts a checkpoint's values in place of the weights; what runs ends with the old ones."""
     from moejax.checkpoint.hf import load_pretrained
 
     llm.update_weights(load_pretrained(path, dtype=llm.config.dtype).model)
-    return None
 
 
 def _rebalance(llm: LLM) -> dict[str, Any]:
-    return {"moved": str(llm.rebalance())}
+    done = llm.rebalance()
+    return {"applied": done.applied, "seconds": done.seconds}
 
 
 def _profile_start(llm: LLM, path: str) -> None:

@@ -31,7 +31,7 @@ from moejax.core.words import one_line
 from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
 from moejax.engine.requests.output import StreamChunk
-from moejax.serving.admin import ACTIONS, Admin
+from moejax.serving.admin import ACTIONS, administer
 from moejax.serving.async_llm import AsyncLLM, Overloaded
 from moejax.serving.config import ServeSection
 from moejax.serving.health import Health, HealthMonitor
@@ -44,7 +44,6 @@ from moejax.serving.protocol import (
     TokenizeBody,
     completion_choice,
     event,
-    finish_reason,
     parse,
     usage,
 )
@@ -97,7 +96,7 @@ class Server:
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
         self._keys, self._admin_keys = config.keys("api_keys_file"), config.keys("admin_keys_file")
-        self.admin, self.monitor = Admin(engine.llm), HealthMonitor(engine.llm)
+        self.monitor = HealthMonitor(engine.llm)
 
     def close(self) -> None:
         """Ends what watches the engine."""
@@ -185,8 +184,8 @@ class Server:
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         most = self.config.max_samples
-        if (asked := max(params.n, params.best_of or 1)) > most:
-            raise RequestError(f"n or best_of is {asked:.6g}, of at most {most} (serve.max_samples)")
+        if max(params.n, params.best_of or 1) > most:
+            raise RequestError(f"n and best_of are at most {most} (serve.max_samples)")
         return dataclasses.replace(params, max_time_s=self.config.max_time_s)
 
     def _check_room(self, requests: int) -> None:
@@ -247,7 +246,7 @@ class Server:
             given = None
         if not isinstance(given, dict):
             raise RequestError("body: a JSON object is wanted")
-        return JSONResponse(await asyncio.to_thread(self.admin.run, action, given))
+        return JSONResponse(await asyncio.to_thread(administer, self.engine.llm, action, given))
 
     async def _completions(self, request: Request) -> Response:
         body = parse(CompletionBody, await self._body(request))
@@ -272,9 +271,7 @@ class Server:
             told = None
             if body.logprobs is not None and chunk.logprobs:
                 told = self.spell.completion(chunk.token_ids, chunk.logprobs)
-            one = {"index": index, "text": chunk.text, "logprobs": told}
-            one |= {"finish_reason": finish_reason(chunk.finish_reason), "stop_reason": chunk.stop_reason}
-            return one | ({"token_ids": chunk.token_ids} if body.return_token_ids else {})
+            return body.choice(index, chunk) | {"text": chunk.text, "logprobs": told}
 
         return self._events(body, head, prompts, params, options, choice)
 
@@ -291,10 +288,7 @@ class Server:
             for sample in output.outputs:
                 told = self.spell.chat(sample.token_ids, sample.logprobs or []) if body.logprobs else None
                 message = {"role": "assistant", "content": sample.text}
-                one = {"index": sample.index, "message": message, "logprobs": told}
-                one |= {"finish_reason": finish_reason(sample.finish_reason)}
-                one |= {"token_ids": sample.token_ids} if body.return_token_ids else {}
-                choices.append(one | {"stop_reason": sample.stop_reason})
+                choices.append(body.choice(sample.index, sample) | {"message": message, "logprobs": told})
             return JSONResponse(head | {"choices": choices, "usage": usage([output])})
         spoken = set[int]()
 
@@ -304,9 +298,7 @@ class Server:
             told = None
             if body.logprobs and chunk.logprobs:
                 told = self.spell.chat(chunk.token_ids, chunk.logprobs)
-            one = {"index": index, "delta": {**delta, "content": chunk.text}, "logprobs": told}
-            one |= {"finish_reason": finish_reason(chunk.finish_reason), "stop_reason": chunk.stop_reason}
-            return one | ({"token_ids": chunk.token_ids} if body.return_token_ids else {})
+            return body.choice(index, chunk) | {"delta": {**delta, "content": chunk.text}, "logprobs": told}
 
         head = self._head("chat.completion.chunk", "chatcmpl", body.model)
         return self._events(body, head, [prompt], params, options, choice)

@@ -80,6 +80,7 @@ class AsyncLLM:
         self._quiet.set()
         self._closing: str | None = None
         self._stop = False
+        self._over: Exception | None = None  # once the thread takes no more orders
         self._thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
         self._thread.start()
 
@@ -243,13 +244,18 @@ class AsyncLLM:
 
     def _post(self, orders: list[tuple[_Entry, bool]]) -> None:
         with self._work:
-            self._inbox.extend(orders)
-            self._work.notify()
+            if self._over is None:
+                self._inbox.extend(orders)
+                self._work.notify()
+                return
+        for entry, _ in orders:
+            entry.error = self._over
+            entry.event.set()
 
     # -- the thread's side -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: Exception | None = None
+        over: Exception = RequestError("the engine is closed")
         try:
             while self._take_orders():
                 if not self._live:
@@ -258,26 +264,22 @@ class AsyncLLM:
                 if not engine.step_unless_paused(_LOOK_S) and not any(e.ended for e in self._live):
                     time.sleep(_LOOK_S)  # others have taken what there was to do
                 self._deliver()
-        except Exception as defect:  # of ours, or a closed `LLM`
-            error = (
-                defect
-                if isinstance(defect, RequestError)
-                else StepError(
-                    f"the engine's thread has ended: {type(defect).__name__}: {one_line(defect)}", []
-                )
-            )
-            if not isinstance(defect, RequestError):
-                logger.exception("the engine's thread has ended")
-        self._closing = self._closing or "the engine has ended"
-        with self._work:
-            orders, self._inbox = self._inbox, deque()
-        if error is None:
             for entry in self._live:
                 self.llm.engine.abort(entry.request)
+        except RequestError as closed:  # the `LLM` is
+            over = closed
+        except Exception as defect:
+            logger.exception("the engine's thread has ended")
+            over = StepError(
+                f"the engine's thread has ended: {type(defect).__name__}: {one_line(defect)}", []
+            )
+        with self._work:
+            orders, self._over = self._inbox, over
+        self._closing = self._closing or str(over)
         entries = [*self._live, *(entry for entry, begins in orders if begins)]
         for entry in entries:
             if not entry.ended:
-                entry.error = error or RequestError("the engine is closed")
+                entry.error = over
         self._wake(entries)
 
     def _take_orders(self) -> bool:

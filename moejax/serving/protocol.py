@@ -19,6 +19,7 @@ from moejax.engine.requests.api import (
     RequestOutput,
     SamplingParams,
 )
+from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -61,6 +62,13 @@ class _Body(BaseModel):
         if (structure := _structure(self.response_format)) is not None:
             sampling["structured_outputs"] = structure
         return SamplingParams(**sampling), RequestOptions(**options)
+
+    def choice(self, index: int, part: CompletionOutput | StreamChunk) -> dict[str, Any]:
+        """Returns what choices of both kinds say of a sample, or of what a step added to it. A request whose
+        time is over has reached a limit, too: "length"."""
+        reason = "length" if part.finish_reason == "time" else part.finish_reason
+        told = {"index": index, "finish_reason": reason, "stop_reason": part.stop_reason}
+        return told | ({"token_ids": part.token_ids} if self.return_token_ids else {})
 
 
 class CompletionBody(_Body):
@@ -179,11 +187,6 @@ def _structure(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
 # -- answers ---------------------------------------------------------------------------------------------
 
 
-def finish_reason(reason: str | None) -> str | None:
-    """Returns OpenAI's word: a request whose time is over has reached a limit, too."""
-    return "length" if reason == "time" else reason
-
-
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Returns counts of tokens, of prompts and of all samples so far."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -247,19 +250,17 @@ def completion_choice(
     decode: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:  # fmt: skip
     """Returns a choice of `/v1/completions`, with the prompt before it where `echo` asks for that."""
-    tokens, text, entries = list(sample.token_ids), sample.text, list[Logprob | None](sample.logprobs or [])
-    reason = finish_reason(sample.finish_reason)
     if body.scores_only:
-        tokens, text, entries, reason = [], "", [], "length"
+        sample = CompletionOutput(sample.index, "", [], finish_reason="length")
+    tokens, text, entries = list(sample.token_ids), sample.text, list[Logprob | None](sample.logprobs or [])
+    choice = body.choice(index, sample)
     if body.echo:
         text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
         tokens, entries = [*output.prompt_token_ids, *tokens], [*(output.prompt_logprobs or []), *entries]
     told = None if body.logprobs is None else spell.completion(tokens, entries)
-    choice = {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
-    choice["stop_reason"] = sample.stop_reason
     if body.return_token_ids:
-        choice |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
-    return choice
+        choice |= {"prompt_token_ids": output.prompt_token_ids}
+    return choice | {"text": text, "logprobs": told}
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

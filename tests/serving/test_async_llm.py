@@ -197,6 +197,7 @@ def test_closing_the_engine_below_ends_what_runs() -> None:
     async def run() -> None:
         llm = LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=ENGINE)
         engine = AsyncLLM(llm)
+        (llm_request,) = llm.builder.to_generate([PROMPTS[0]], GREEDY)
         task = asyncio.create_task(engine.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=40)))
         while not llm.stats()["running"]:
             await asyncio.sleep(1e-3)
@@ -205,6 +206,9 @@ def test_closing_the_engine_below_ends_what_runs() -> None:
         with pytest.raises(RequestError, match="closed"):
             await engine.generate(PROMPTS[0], GREEDY)
         await engine.close()
+        engine._closing = None  # it was looked at just before the thread ended
+        with pytest.raises(RequestError, match="closed"):
+            await engine._whole([llm_request], wait=True)
         assert not any(thread.name == "moejax-engine" for thread in threading.enumerate())
 
     began = time.monotonic()

@@ -92,7 +92,7 @@ class OpenAIEndpoint(Backend):
             self._start(prompt, body, one, now)
             for prompt, body, one in zip(prompts, bodies, params, strict=True)
         ]
-        while any(not output.finished for output in outputs):
+        while any(output.request_id in self._live for output in outputs):
             self.step()
         failed = [output for output in outputs if output.error]
         if failed:
