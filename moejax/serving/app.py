@@ -139,17 +139,10 @@ class Server:
             return response
         except _Refused as refused:
             return _error(refused.status, str(refused))
-        except Overloaded as error:
-            return _error(429, str(error))
-        except StepError as error:
-            return _error(500, one_line(error))
-        except MoejaxError as error:
-            return _error(400, one_line(error))
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception:
-            logger.exception("%s %s", request.method, request.url.path)
-            return _error(500, "the server has a defect here; its log has the traceback")
+        except Exception as error:
+            return _error(*_told(error))
 
     # -- what a request has ------------------------------------------------------------------------------
 
@@ -361,9 +354,8 @@ class Server:
                         yield event(data | ({"usage": usage(outputs)} if always else {}))
                 if at_end:
                     yield event(head | {"choices": [], "usage": usage(outputs)})
-            except (MoejaxError, ExceptionGroup) as caught:
-                error = _first(caught)
-                yield event(_described(500 if isinstance(error, StepError) else 400, one_line(error)))
+            except Exception as caught:
+                yield event(_described(*_told(_first(caught))))
             yield event("[DONE]")
 
         return _Events(events(), self.config.write_timeout_s)
@@ -406,9 +398,17 @@ def _first(error: Exception) -> Exception:
     """Returns the first of a group of errors, of which all others follow."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    if not isinstance(error, MoejaxError):
-        logger.error("a request has failed", exc_info=error)
     return error
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """Returns the status and the line for an error; a defect's words and traceback are the log's alone."""
+    if isinstance(error, Overloaded):
+        return 429, str(error)
+    if isinstance(error, MoejaxError):
+        return 500 if isinstance(error, StepError) else 400, one_line(error)
+    logger.error("a request has met a defect", exc_info=error)
+    return 500, "the server has a defect here; its log has the traceback"
 
 
 def _check_key(request: Request, keys: tuple[bytes, ...]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +210,4 @@ def test_closing_the_engine_below_ends_what_runs() -> None:
             await engine._whole([llm_request], wait=True)
         assert not any(thread.name == "moejax-engine" for thread in threading.enumerate())
 
-    began = time.monotonic()
     asyncio.run(run())
-    assert time.monotonic() - began < 120

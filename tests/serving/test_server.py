@@ -298,6 +298,34 @@ def test_who_leaves_is_let_go(llm: LLM, running: tuple[str, Server]) -> None:
     assert httpx.get(f"{address}/health").json() == {"state": "healthy", "reasons": []}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_defect_is_the_log_s_alone(
+    client: httpx.Client, running: tuple[str, Server], monkeypatch: pytest.MonkeyPatch, streams: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And a failed step is the server's fault, in one line, whether an answer has begun or not."""
+    server, body = running[1], {**GREEDY, "prompt": "The router", "stream": streams}
+
+    def ask() -> dict[str, Any]:
+        response = client.post("/v1/completions", json=body)
+        assert streams or response.status_code == 500
+        told = events(response)[0] if streams else response.json()
+        assert told["error"]["code"] == 500
+        return told
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.llm.runner, "launch", fails)
+        assert "a step failed: RuntimeError: a secret" in ask()["error"]["message"]
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "_begin", fails)
+        assert "a secret" not in str(ask())
+        assert "a secret" in caplog.text
+    assert client.post("/v1/completions", json={**GREEDY, "prompt": "The router"}).status_code == 200
+
+
 def test_a_bound_on_requests(llm: LLM) -> None:
     with (
         served(llm, max_requests=1) as (address, server),
