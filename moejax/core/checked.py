@@ -66,6 +66,7 @@ PositiveNumber = Annotated[float, Must(lambda x: 0 < x <= _LARGEST, "a positive 
 NonNegativeNumber = Annotated[float, Must(lambda x: 0 <= x <= _LARGEST, "a number of at least 0")]
 Share = Annotated[float, Must(lambda x: 0 <= x <= 1, "a number in [0, 1]")]
 OpenShare = Annotated[float, Must(lambda x: 0 < x < 1, "a number above 0 and below 1")]
+TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
 Name = Annotated[str, Must(lambda text: bool(text.strip()), "a string that is not empty")]
 
 

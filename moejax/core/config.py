@@ -8,17 +8,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 from moejax.core.adapters import AdaptersConfig
 from moejax.core.checked import (
     Checked,
-    Must,
     NonNegativeInt,
     NonNegativeNumber,
     PositiveInt,
     PositiveNumber,
     Share,
+    TracePath,
 )
 from moejax.core.errors import ConfigError
 from moejax.core.moe import MoeConfig
@@ -51,8 +51,6 @@ KERNELS = ("xla", "pallas_triton")
 
 LAYER_LISTS = ("moe_layers", "sliding_windows", "linear_layers")
 """Fields of `ModelConfig` with a value for each layer."""
-
-TracePath = Annotated[str, Must(bool, "the path of a routing trace (.npz) or of a run's folder")]
 
 
 @dataclass(frozen=True)

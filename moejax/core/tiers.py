@@ -11,11 +11,12 @@ from moejax.core.checked import (
     PositiveInt,
     PositiveNumber,
     Share,
+    TracePath,
 )
 from moejax.core.errors import ConfigError
 
 ResidentPolicy = Literal[
-    "lru", "lfu", "layer_lru", "arc", "s3_fifo", "least_stale", "a2cr", "a2cr_adaptive"
+    "lru", "lfu", "layer_lru", "arc", "s3_fifo", "least_stale", "static", "a2cr", "a2cr_adaptive"
 ]  # fmt: skip
 HOST_SHARES = {"default": 0.5, "creative_writing": 0.3, "code_generation": 0.5, "simple_qa": 0.7}
 """By task, how much the host's own cost counts in the score of `engine.experts.miss=score`."""
@@ -76,6 +77,9 @@ class ExpertsConfig(Checked, section="engine.experts"):
             says how many.
         policy: which expert leaves its slot for another (`moejax.routing.residency`).
         a2cr: numbers of the policies "a2cr" and "a2cr_adaptive".
+        popularity: for "static", a routing trace of the model, or the folder of a run that has one, whose
+            visits say how popular experts are; None: the engine's own first steps say it.
+        popularity_steps: the number of those steps; popularity stays as it is after them.
         tier: where all experts lie: in the host's memory, or in a file on disk.
         miss: what a step does about an expert without a slot. "wait" fetches it. "low_bits" (lossy) takes a
             copy of 4.5 bits a value, all of which lie in the host's memory, where no token of the step gives
@@ -91,6 +95,8 @@ class ExpertsConfig(Checked, section="engine.experts"):
     resident: ResidentShare | None = None
     policy: ResidentPolicy = "layer_lru"
     a2cr: ExpertsA2crConfig = field(default_factory=ExpertsA2crConfig)
+    popularity: TracePath | None = None
+    popularity_steps: PositiveInt = 64
     tier: Literal["host", "disk"] = "host"
     miss: Literal["wait", "low_bits", "host", "cheaper", "score"] = "wait"
     low_bits_below: Share = 0.25
@@ -116,6 +122,9 @@ class TiersConfig(Checked, section="engine.tiers"):
         host_gb: memory of the host for experts and layers in units of 10^9 bytes: with
             `engine.experts.tier=host` they must all fit (None: any number), with "disk" so many of the
             experts that were read last stay (None: none).
+        host_memory: memory of experts and layers with `engine.experts.tier=host`: "pinned", page-locked,
+            which a GPU copies from while the host goes on, or "pageable", the process's own. "auto" takes
+            the first on one GPU, where no `codes` are decoded and XLA's limit permits it.
         codes: what experts below the device are kept in: as they are ("none"), or, lossy, in blocks of 256:
             eight bits a value ("q8_k") or 4.5 ("q4_k").
         disk_dir: folder of the file of experts, and of that of blocks; None: `experts`, and `blocks`, in the
@@ -127,6 +136,7 @@ class TiersConfig(Checked, section="engine.tiers"):
     device_gb: PositiveNumber | None = None
     resident_layers: NonNegativeInt | None = None
     host_gb: NonNegativeNumber | None = None
+    host_memory: Literal["auto", "pinned", "pageable"] = "auto"
     codes: Literal["none", "q8_k", "q4_k"] = "none"
     disk_dir: str | None = None
     queue_depth: PositiveInt = 4

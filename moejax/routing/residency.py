@@ -83,10 +83,13 @@ def _visits(capture: RoutingCapture, rows: Ints, trace: Ints, step: Ints) -> Vis
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What some policies need to know: A²CR's numbers, and the seconds of compute of a layer."""
+    """What some policies need to know: A²CR's numbers, the seconds of compute of a layer, and of "static"
+    how popular experts are `[L, E]`, or how many first steps of its own say it; None: other traces do."""
 
     a2cr: A2crConfig = field(default_factory=A2crConfig)
     compute_s: float = 0.0
+    popularity: NDArray[Any] | None = None
+    popularity_steps: int | None = None
 
 
 class _Scores:
@@ -152,15 +155,22 @@ class _LeastStale(_Scores):
 
 
 class _Static(_Scores):
-    """Keeps the most popular experts of the other traces (of the trace itself where there is no other);
-    the rest take turns in what room a group needs."""
+    """Keeps the most popular experts; the rest take turns in what room a group needs. Popular is what the
+    options say: a given count, the first steps', or that of the other traces (of the trace itself where there
+    is no other)."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.score = leave_one_out(self.visits.needed.sum(1)).reshape(-1, self.L * self.E)[self.replays]
+        counts = self.options.popularity
+        if counts is not None:
+            self.score += counts.reshape(-1)
+        elif self.options.popularity_steps is None:
+            self.score = leave_one_out(self.visits.needed.sum(1)).reshape(-1, self.L * self.E)[self.replays]
+        self._until = (counts is None and self.options.popularity_steps) or 0
 
     def use(self, step: int, layer: int, part: slice, needed: Bools, mass: NDArray[Any]) -> None:
-        pass
+        if step < self._until:
+            self.score[:, part] += needed
 
 
 class _Belady(_Scores):
@@ -396,7 +406,7 @@ class Residency:
     """Which experts have a slot, decided turn by turn as they are needed. Numbered as layer · E + expert.
 
     Args:
-        policy: one of `POLICIES` that knows neither the future nor other traces.
+        policy: one of `POLICIES` that does not know the future; "static" by what the options say.
         slots: experts that can be resident at a time.
     """
 

@@ -249,6 +249,23 @@ def test_lockstep_is_each_trace_and_capacity_by_itself() -> None:
         assert misses(policy, visits, 4, 9).tolist() == alone
 
 
+def test_popular_experts_stay() -> None:
+    """By a given count, by the first steps', and by the trace's own."""
+    needed = np.zeros((1, 40, 1, 8), bool)
+    steps = np.arange(40)
+    needed[0, :, 0, 0] = steps % 2 == 0
+    needed[0, steps, 0, 1 + steps % 7] = True  # takes turns
+    visits, counts = Visits(needed, needed.astype(np.float32)), np.eye(1, 8)
+    for options in (ReplayOptions(popularity=counts), ReplayOptions(popularity_steps=9), ReplayOptions()):
+        assert not replay("static", visits, [3], options)[0, 0, 9:, 0, 0].any()
+    # A count that says otherwise, and steps that are too few to tell.
+    other = ReplayOptions(popularity=np.arange(8)[None], popularity_steps=9)
+    assert replay("static", visits, [3], other)[0, 0, 20::2, 0, 0].any()
+    assert misses("static", visits, 3, options=ReplayOptions(popularity_steps=1)) == misses(
+        "static", visits, 3, options=ReplayOptions(popularity=needed[0, 0])
+    )
+
+
 def test_a_budget_below_one_turns_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 slots for experts do not hold the 2 that one step needs"):
         replay("lru", visits_of(0), [1])
@@ -372,12 +389,15 @@ def test_stall_by_hand() -> None:
     assert ahead.seconds.item() == (4 - 0.5) * 2.0 and ahead.moved.item() == 4 + 1
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("belady", "static")])
+@pytest.mark.parametrize("policy", [*(p for p in POLICIES if p != "belady"), "static of first steps"])
 @pytest.mark.parametrize("slots", [3, 7])
 def test_deciding_turn_by_turn_is_the_replay(policy: str, slots: int) -> None:
     """Decisions that know nothing of what comes miss what the replay of the whole trace misses."""
     visits = visits_of(7, traces=1, steps=40)
-    options = ReplayOptions(A2crConfig(cleanup_steps=5))
+    counts = visits_of(8).needed.sum((0, 1))
+    if policy == "static of first steps":
+        policy, counts = "static", None
+    options = ReplayOptions(A2crConfig(cleanup_steps=5), popularity=counts, popularity_steps=10)
     whole = replay(policy, visits, [slots], options)[0, 0]
     _, S, L, E = visits.needed.shape
     online = Residency(policy, L, E, slots, options)

@@ -67,8 +67,8 @@ class OffloadSection(HeldOutText, section="offload"):
             )
         if unknown := sorted({*self.chosen} - {*get_args(ResidentPolicy)}):
             raise ConfigError(
-                f"offload.policies: {', '.join(unknown)} needs other traces or the future, which no engine"
-                f" has; choose among {', '.join(get_args(ResidentPolicy))}, or offload.mode=replay"
+                f"offload.policies: {', '.join(unknown)} needs the future, which no engine has; choose"
+                f" among {', '.join(get_args(ResidentPolicy))}, or offload.mode=replay"
             )
         if not self.ways or min(self.shares) >= 1:
             raise ConfigError(

@@ -134,7 +134,7 @@ def load(
             )
             for place, layers in zip(resolved.places, ranges, strict=True)
         ]
-        settled = [] if tiers is None else [tiers.finish()]
+        settled = [] if tiers is None else tiers.finish()
         failed.pop_all()
     report, fewer = None, []
     if plan.original is not None:

@@ -27,11 +27,13 @@ from moejax.core.words import byte_words
 from moejax.engine.tiers.codes import FLOATS
 from moejax.engine.tiers.host import HostExperts
 from moejax.engine.tiers.layers import LayerTier
+from moejax.engine.tiers.pinned import PinnedStore, choose_host_memory, to_device
 from moejax.engine.tiers.store import DiskStore, HostStore, Records, Store
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, specs
 from moejax.routing.capture import Floats, Ints
 from moejax.routing.residency import ReplayOptions, Residency
+from moejax.routing.source import check_trace, open_trace
 from moejax.sharding.rules import shardings
 from moejax.sharding.spmd import MeshDevices, SingleDevice
 
@@ -79,7 +81,7 @@ class ExpertTiers:
         self, config: ExpertsConfig, tiers: TiersConfig, model: Decoder, tokens: int, devices: SingleDevice
     ) -> None:
         self.config, self.tiers = config, tiers
-        self.in_place, self.lock, self.reader = jax.default_backend() == "cpu", RLock(), None
+        self.lock, self.reader = RLock(), None
         self.layers = [i for i, sparse in enumerate(model.config.moe_layers) if sparse]
         self.num_experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
         self._places: dict[str, tuple[int, int]] = {}
@@ -139,6 +141,11 @@ class ExpertTiers:
         # What is left of it has room for what was read last.
         self._room = 0.0 if config.tier == "host" else max(0.0, 1e9 * (tiers.host_gb or 0) - low)
         self.most_below = below + self._room
+        several, self.host_memory = isinstance(devices, MeshDevices), None
+        if config.tier == "host":
+            self.host_memory = choose_host_memory(tiers, in_all, several)
+        self._pinned = self.host_memory is not None and self.host_memory.value == "pinned"
+        self.in_place = jax.default_backend() == "cpu" and not self._pinned
         where: Any = (
             shardings(specs(model), devices.mesh, devices.axes) if isinstance(devices, MeshDevices) else {}
         )
@@ -147,6 +154,11 @@ class ExpertTiers:
             jax.ShapeDtypeStruct((self.slots, *leaf.shape), leaf.dtype, sharding=where.get(first[number]))
             for number, leaf in enumerate(self.records.leaves)
         ]
+        self._popularity: Ints | None = None
+        if config.policy == "static" and config.popularity is not None:
+            key = "engine.experts.popularity"
+            path = check_trace(key, config.popularity)
+            self._popularity = open_trace(key, path, model.config).counts()
         self.store: Store | None = None
         self._low_store: HostStore | None = None
         self.reset_stats()
@@ -185,7 +197,9 @@ class ExpertTiers:
 
         def make(records: Records, name: str, limit: float = 0.0) -> Store:
             options: dict[str, Any] = {"queue_depth": tiers.queue_depth, "direct": tiers.direct}
-            return DiskStore(records, folder, name, limit=limit, **options) if on_disk else HostStore(records)
+            if on_disk:
+                return DiskStore(records, folder, name, limit=limit, **options)
+            return PinnedStore(records) if self._pinned else HostStore(records)
 
         known = identity() if on_disk else None
         self.store = make(self.records, content_hash(known), self._room)
@@ -211,9 +225,12 @@ class ExpertTiers:
 
     def clear(self) -> None:
         """Empties all slots."""
-        options = ReplayOptions(self.config.a2cr)
+        config = self.config
+        options = ReplayOptions(
+            config.a2cr, popularity=self._popularity, popularity_steps=config.popularity_steps
+        )
         shape = len(self.layers), self.num_experts
-        self.residency = Residency(self.config.policy, *shape, self.slots, options)
+        self.residency = Residency(config.policy, *shape, self.slots, options)
         self.table = np.full((shape[0], shape[1] + 1), self.slots, np.int32)
         # By turns of each rank, so that the ranks' loads are alike.
         self._free = np.arange(self.slots).reshape(self._ranks, -1).T.reshape(-1)[::-1].tolist()
@@ -256,7 +273,7 @@ class ExpertTiers:
         found = self.store is not None and self.store.written
         return found and (name in self._places or self._has_experts(name))
 
-    def finish(self) -> Resolution:
+    def finish(self) -> list[Resolution]:
         """Ends the filling of the store; returns how many slots there are and what lies where."""
         if self.store is not None:
             assert self.store.written or not self._missing, f"no values of {sorted(self._missing)}"
@@ -278,7 +295,8 @@ class ExpertTiers:
         if self.config.tier == "disk":
             path = getattr(self.store, "path", None)
             what = f"{share}; the others {'on disk' if path is None else f'in {path}'}"
-        return Resolution("engine.experts.resident", str(self.slots), what)
+        slots = Resolution("engine.experts.resident", str(self.slots), what)
+        return [slots] if self.host_memory is None else [slots, self.host_memory]
 
     def step(self) -> None:
         """Begins a step."""
@@ -393,6 +411,8 @@ class ExpertTiers:
                     if 0 <= slot - first < len(memory):
                         memory[slot - first] = array[rest]
         else:
+            if self._pinned:
+                arrays = to_device(arrays)
             write = _writer(tuple(array.sharding for array in self.arrays))
             self.arrays = write(self.arrays, np.int32(slot), arrays)
             if wait:

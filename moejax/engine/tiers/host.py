@@ -77,7 +77,7 @@ class HostExperts:
         padded = np.pad(rows, ((0, more), (0, 0))), np.pad(weights, (0, more))
         start = time.perf_counter()
         with jax.default_device(self.device):
-            out = np.asarray(self._run([array[None] for array in arrays], *padded))[:n]
+            out = np.asarray(self._run([np.asarray(array)[None] for array in arrays], *padded))[:n]
         self.host_s[self._bucket[n]] += _SHARE * (time.perf_counter() - start - self.host_s[self._bucket[n]])
         return out
 

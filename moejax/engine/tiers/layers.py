@@ -13,6 +13,7 @@ from flax import nnx
 
 from moejax.core.errors import ConfigError
 from moejax.core.files import content_hash
+from moejax.engine.tiers.pinned import to_device
 from moejax.engine.tiers.store import Records, Store
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec
@@ -127,7 +128,7 @@ class LayerTier:
         self._coming = {}
         for number, promise in coming.items():
             records = self.records[self._at[number][0]]
-            self._here[number] = jax.device_put(records.arrays(promise.result()))
+            self._here[number] = to_device(records.arrays(promise.result()))
             self.moved += records.held
         self.wait_s += time.perf_counter() - start
 

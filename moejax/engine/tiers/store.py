@@ -72,9 +72,12 @@ class Records:
         codec = self.leaves[leaf].codec
         return _bytes(value) if codec is None else codec.encode(value)
 
-    def arrays(self, record: Bytes) -> list[np.ndarray]:
-        """Returns an expert's arrays, where they are not in codes as views of its record."""
-        arrays = []
+    def arrays(self, record: Bytes | list[Any]) -> list[Any]:
+        """Returns an expert's arrays, where they are not in codes as views of its record. What is a list has
+        them already."""
+        if isinstance(record, list):
+            return record
+        arrays = list[Any]()
         for leaf in self.leaves:
             part = record[leaf.start : leaf.start + leaf.nbytes]
             if leaf.codec is None:
@@ -92,7 +95,7 @@ class HostStore:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self._memory = np.empty((records.count, records.nbytes), np.uint8)
+        self._memory: Any = np.empty((records.count, records.nbytes), np.uint8)
 
     def write(self, index: int, leaf: int, value: np.ndarray) -> None:
         """Puts one array of an expert into its record."""
@@ -113,7 +116,7 @@ class HostStore:
 
     def describe(self) -> dict[str, Any]:
         """Returns what `LLM.stats` tells of it."""
-        return {"experts_host_bytes": self._memory.nbytes, "experts_read_bytes": 0}
+        return {"experts_host_bytes": len(self._memory) * self.records.nbytes, "experts_read_bytes": 0}
 
 
 class DiskStore:
