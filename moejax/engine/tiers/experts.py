@@ -156,9 +156,9 @@ class ExpertTiers:
         ]
         self._popularity: Ints | None = None
         if config.policy == "static" and config.popularity is not None:
-            key = "engine.experts.popularity"
-            path = check_trace(key, config.popularity)
-            self._popularity = open_trace(key, path, model.config).counts()
+            named = "engine.experts.popularity"
+            trace = open_trace(named, check_trace(named, config.popularity), model.config)
+            self._popularity = trace.counts()
         self.store: Store | None = None
         self._low_store: HostStore | None = None
         self.reset_stats()
@@ -399,7 +399,7 @@ class ExpertTiers:
             self._zeros[rows.shape] = jax.device_put(np.zeros(rows.shape, rows.dtype), rows.sharding)
         return self._zeros[rows.shape]
 
-    def _put(self, slot: int, arrays: list[np.ndarray], *, wait: bool = False) -> None:
+    def _put(self, slot: int, arrays: list[Any], *, wait: bool = False) -> None:
         """Writes an expert into a slot, and may wait until it is there.
 
         On a CPU straight into the memory of `arrays`, once nothing reads them any more: a program would take

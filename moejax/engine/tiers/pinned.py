@@ -55,7 +55,7 @@ def choose_host_memory(tiers: TiersConfig, nbytes: float, several: bool) -> Reso
     }
     why = next((why for why, so in refusals.items() if so), None)
     if tiers.host_memory == "pinned" and why:
-        raise ConfigError(f"{key}=pinned: {why}; or take pageable")
+        raise ConfigError(f"{key}=pinned: {why}; take pageable, or auto")
     if tiers.host_memory != "auto":
         return Resolution(key, tiers.host_memory, "asked for")
     if device.platform == "cpu":
