@@ -104,7 +104,8 @@ class Disaggregated:
             self.close()
             raise ConfigError(
                 "disaggregate: the engines' models or blocks differ; give both the same model, dtypes, "
-                "quantization, seed, engine.block_size and kernels"
+                "quantization, seed, engine.block_size and kernels, and with engine.deterministic=tiles the "
+                "same layout and tile_tokens"
             )
 
     def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[RequestOutput]:
@@ -287,11 +288,12 @@ def first_token(params: SamplingParams, seed: int | None = None) -> SamplingPara
     return replace(params, detokenize=False)
 
 
-def prepare(llm: LLM, saving: bool) -> tuple[str, list[tuple[tuple[int, ...], str]]]:
+def prepare(llm: LLM, saving: bool) -> tuple[Any, ...]:
     """Compiles what copies an engine's blocks to the host (`saving`), or from there.
 
     Returns:
-        What two engines must have in common: the model's digest, and shape and dtype of a block's arrays.
+        What two engines must have in common: the model's digest, shape and dtype of a block's arrays, and
+        layout and tile where bits are theirs (`engine.deterministic=tiles`).
 
     Raises:
         ConfigError: one line says why its requests cannot go on in another engine.
@@ -306,7 +308,7 @@ def prepare(llm: LLM, saving: bool) -> tuple[str, list[tuple[tuple[int, ...], st
         "engine.capture_routing or a replayed trace": engine.capture_routing or builder.replay is not None,
         "engine.speculation.method=draft": resolved.draft is not None,
         "engine.speculation.acceptance=rejection": builder.rejection,
-        "engine.deterministic, whose bits are one layout's": engine.deterministic != "none",
+        "engine.deterministic=verified, which guesses": engine.deterministic == "verified",
         "limited capacity or routing by batch": builder.limited,
         "engine.kv_policy, which gives up blocks": engine.kv_policy.method != "none",
         "blocks that windows leave behind; set engine.window_cache=full": resolved.window is not None,
@@ -318,7 +320,10 @@ def prepare(llm: LLM, saving: bool) -> tuple[str, list[tuple[tuple[int, ...], st
         runner._mover(z, saving=saving)
     llm.ledger.warmed_up = warmed_up
     arrays = [x for stage in stages_of(runner) for x in jax.tree.leaves(stage.pool.blocks(1))]
-    return builder.model, [(x.shape[1:], str(x.dtype)) for x in arrays]
+    bits = None
+    if engine.deterministic == "tiles":
+        bits = replace(llm.parallel_config, first_device=0), engine.tile_tokens
+    return builder.model, [(x.shape[1:], str(x.dtype)) for x in arrays], bits
 
 
 # -- the prefill engine's side ---------------------------------------------------------------------------

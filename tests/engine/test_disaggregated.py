@@ -224,7 +224,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "engine": dataclasses.replace(ENGINE, window_cache="window"),
     },
     "linear attention": {"config": EVERY["minimax"]},
-    "engine.deterministic": {
+    "engine.deterministic=verified": {
         "engine": dataclasses.replace(ENGINE, deterministic="verified", moe=MoeConfig())
     },
     "fill=False": {"fill": False},
@@ -241,6 +241,31 @@ def test_engines_that_differ(llm: LLM) -> None:
     for options in ({"seed": 1}, {"engine": dataclasses.replace(ENGINE, block_size=2, num_blocks=40)}):
         with pytest.raises(ConfigError, match="the engines' models or blocks differ; give both the same"):
             Disaggregated(opened(**options), llm.variant(ENGINE))
+
+
+@pytest.mark.slow
+def test_tiles_give_one_engine_s_bits() -> None:
+    """Log-probabilities too; of another layout or tile the bits are others, which is refused."""
+    tiles = dataclasses.replace(ENGINE, deterministic="tiles", tile_tokens=4, moe=MoeConfig())
+    asks = list(map(list, zip(*asked(8), strict=True)))
+    params = [dataclasses.replace(each, logprobs=2) for each in asks[1]]
+    with opened(ONE_LAYER, "tp2", engine=tiles) as one:
+        want = one.generate(asks[0], params)
+    decode = opened(ONE_LAYER, "tp2", 2, engine=tiles)
+    for other in (
+        opened(ONE_LAYER, engine=tiles),
+        opened(ONE_LAYER, "tp2", engine=dataclasses.replace(tiles, tile_tokens=8)),
+        opened(ONE_LAYER, "tp2", engine=ENGINE),
+    ):
+        assert apart.prepare(other, saving=True) != apart.prepare(decode, saving=False)
+    pair = Disaggregated(opened(ONE_LAYER, "tp2", engine=tiles), decode)
+    found = pair.generate(asks[0], params)
+    for mine, other in zip(found, want, strict=True):
+        for sample, twin in zip(mine.outputs, other.outputs, strict=True):
+            assert sample.token_ids == twin.token_ids and sample.logprobs == twin.logprobs
+    assert pair.counts["handed_over"] > 0
+    conserved(pair)
+    pair.close()
 
 
 # -- layouts, models, engines ----------------------------------------------------------------------------
