@@ -90,7 +90,7 @@ def test_one_that_needs_more_than_there_are_at_first() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial_blocks": 65}, "initial_blocks 65 exceeds engine.num_blocks 64"),
+        ({"initial_blocks": 65}, "initial_blocks=65 exceeds engine.num_blocks=64"),
         ({"batching": "static"}, "initial_blocks does not go with engine.batching=static"),
         ({"kernels": "pallas_triton", "block_size": 8}, "initial_blocks does not go with GPU kernels"),
         ({"deterministic": "tiles"}, "initial_blocks does not go with engine.deterministic=tiles"),

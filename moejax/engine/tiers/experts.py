@@ -71,6 +71,7 @@ class ExpertTiers:
         history: of the newest steps, instant, hits, misses, seconds waited and those that the host computed
             when each began.
         in_place: experts are written into the slots' memory, not by a program that has it donated.
+        host_memory: which memory of the host experts lie in, and why; None: they are on disk.
 
     Raises:
         ConfigError: layers that differ, slots that do not hold what one step may need in one layer, or too
@@ -141,9 +142,8 @@ class ExpertTiers:
         # What is left of it has room for what was read last.
         self._room = 0.0 if config.tier == "host" else max(0.0, 1e9 * (tiers.host_gb or 0) - low)
         self.most_below = below + self._room
-        several, self.host_memory = isinstance(devices, MeshDevices), None
-        if config.tier == "host":
-            self.host_memory = choose_host_memory(tiers, in_all, several)
+        several, on_host = isinstance(devices, MeshDevices), config.tier == "host"
+        self.host_memory = choose_host_memory(tiers, in_all, several) if on_host else None
         self._pinned = self.host_memory is not None and self.host_memory.value == "pinned"
         self.in_place = jax.default_backend() == "cpu" and not self._pinned
         where: Any = (
@@ -403,7 +403,7 @@ class ExpertTiers:
         """Writes an expert into a slot, and may wait until it is there.
 
         On a CPU straight into the memory of `arrays`, once nothing reads them any more: a program would take
-        ten times as long.
+        ten times as long. What is pinned is copied by the device, for which nobody waits here.
         """
         if self.in_place:
             for parts, array in zip(self._memory, arrays, strict=True):
