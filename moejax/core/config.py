@@ -521,8 +521,8 @@ class EngineConfig(Checked, section="engine"):
 
         if (first := self.initial_blocks or 0) > (self.num_blocks or first):
             raise ConfigError(
-                f"engine.initial_blocks={first} exceeds engine.num_blocks={self.num_blocks}, to which the cache "
-                "grows; lower it, or raise engine.num_blocks"
+                f"engine.initial_blocks={first} exceeds engine.num_blocks={self.num_blocks}, to which the "
+                "cache grows; lower it, or raise engine.num_blocks"
             )
         if self.experts.resident is not None and self.tiers.device_gb is not None:
             raise ConfigError(

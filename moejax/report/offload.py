@@ -30,12 +30,12 @@ def _percent(value: float) -> str:
     return rounded(value, 100, 1000)
 
 
-def _between(name: str, row: Mapping[str, Any]) -> str | None:
+def _between(name: str, row: Mapping[str, Any], scale: float = 100) -> str | None:
     if row.get(name) is None:
         return None
     value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    ends = "" if low is None else f" [{_percent(100 * low)}, {_percent(100 * high)}]"
-    return f"{_percent(100 * value)}{ends}"
+    ends = "" if low is None else f" [{_percent(scale * low)}, {_percent(scale * high)}]"
+    return f"{_percent(scale * value)}{ends}"
 
 
 def print_offload(result: Mapping[str, Any], console: Console) -> None:
@@ -90,7 +90,8 @@ def measured(result: Mapping[str, Any]) -> bool:
 def _measured_table(result: Mapping[str, Any]) -> Table:
     columns = [Column(name, name, left=True) for name in ("tier", "prefetch", "policy")]
     columns += _tiers_columns(result["cases"])
-    columns += metric_columns("median_tpot_ms", "tpot_ratio")
+    columns += metric_columns("median_tpot_ms")
+    columns.append(Column("TPOT\nratio", partial(_between, "tpot_ratio", scale=1)))
     about = result["offload"]
     title = f"experts in tiers: {run_title(result)}\n{about['prompts']} prompts, each engine from empty slots"
     return column_table(title, columns, result["cases"], _TIERS, section=lambda row: row["resident_share"])

@@ -93,6 +93,7 @@ def test_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shares=[0.75],
         policies=["lru"],
         resamples=200,
+        rounds=2,
     )
     opened: list[dict[str, Any]] = []
 
@@ -106,6 +107,7 @@ def test_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [each.get("tier") for each in opened] == [None, "host", "disk", "disk"]
     everything, *tiered = found["cases"]
     assert everything["tpot_ratio"] == 1.0 and "hit_rate" not in everything
+    assert all(case["tpot_ratio_low"] <= case["tpot_ratio"] <= case["tpot_ratio_high"] for case in tiered)
     for case, line in zip(tiered, found["timelines"][1:], strict=True):
         assert 0 < case["hit_rate"] <= case["best_hit_rate"] <= 1
         steps = len(line["misses"])
@@ -125,7 +127,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         OffloadSection(shares=[0.0])
     with pytest.raises(ConfigError, match=r"offload\.mode"):
         OffloadSection(mode="serve")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"offload\.policies: belady, static needs .* choose among lru"):
+    with pytest.raises(ConfigError, match=r"offload\.policies: belady needs the future, .* choose among lru"):
         OffloadSection(mode="measured", policies=["static", "belady", "lru"])
     for nothing in ({"tiers": ["host"], "prefetch": ["next_router"]}, {"shares": [1.0]}, {"tiers": []}):
         options: dict[str, Any] = dict(nothing)

@@ -28,6 +28,7 @@ class OffloadSection(HeldOutText, section="offload"):
         policies: names among `moejax.routing.residency.POLICIES`; None: all, or where engines run `MEASURED`.
             Belady's bound comes in any case.
         tiers, prefetch: where experts lie, and how they are foreseen (on disk), where engines run.
+        rounds: how often each engine answers all prompts, from empty slots each time.
         output_len: tokens that engines put out, after as many tokens of a window as then are left.
         link_gb_per_s: of the link that experts come over, in 10⁹ bytes/s.
         compute_ms: of one layer of a step.
@@ -42,6 +43,7 @@ class OffloadSection(HeldOutText, section="offload"):
     policies: list[Annotated[str, Among(POLICIES, "policy")]] | None = None
     tiers: list[Literal["host", "disk"]] = field(default_factory=lambda: ["host", "disk"])
     prefetch: list[Literal["none", "next_router"]] = field(default_factory=lambda: ["none", "next_router"])
+    rounds: PositiveInt = 3
     output_len: Annotated[int, at_least(2)] = 64
     link_gb_per_s: PositiveNumber = 1.4
     compute_ms: NonNegativeNumber = 0.1

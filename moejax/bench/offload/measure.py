@@ -15,6 +15,7 @@ from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.report.progress import progress
 from moejax.results.metrics import summarize
 from moejax.results.result import Result
+from moejax.results.statistics import interval_fields, ratio_of_medians
 from moejax.routing.residency import recorded_visits, replay
 
 
@@ -92,6 +93,7 @@ def run_measured(
     ]
     cases: list[dict[str, Any]] = []
     timelines: list[dict[str, list[float]]] = []
+    medians: list[list[float]] = []  # of each engine, a round's
     prompts: list[list[int]] = []
     params = SamplingParams(temperature=0, max_tokens=section.output_len, ignore_eos=True)
     with progress("engines", total=len(changes)) as task:
@@ -105,15 +107,16 @@ def run_measured(
                     prompts = windows.tokens[windows.scored.all(axis=1), :length].tolist()
                     about = {"prompts": len(prompts), "prompt_len": length, "output_len": section.output_len}
                 llm.generate(prompts[:1], params)  # compiles
-                row, timeline, outputs = answer(llm, prompts, params)
-                times = [output.metrics.tpot * 1e3 for output in outputs if output.metrics]
-                cases.append(row | summarize(times, "tpot"))
-                timelines.append(timeline)
+                every = [answer(llm, prompts, params) for _ in range(section.rounds)]
+                times = [[1e3 * output.metrics.tpot for output in one.outputs] for one in every]
+                medians.append([float(np.median(each)) for each in times])
+                cases.append(every[-1].row | summarize(np.ravel(times).tolist(), "tpot"))
+                cases[-1] |= interval_fields("tpot_ratio", ratio_of_medians(medians[-1], medians[0]))
+                timelines.append(every[-1].timeline)
             task.advance()
     run.track()
     metrics = {}
     for case in cases:
-        case["tpot_ratio"] = case["median_tpot_ms"] / cases[0]["median_tpot_ms"]
         if case.get("best_hit_rate") is not None:
             case["belady_gap"] = case["best_hit_rate"] - case["hit_rate"]
             name = "_".join(
