@@ -87,5 +87,5 @@ def test_popular_experts_of_a_trace(tmp_path: Path) -> None:
             options = ReplayOptions(popularity=trace.counts())
             absent = replay("static", visits, [slots], options)[0, 0] & visits.needed[0]
             assert mine.stats()["experts_misses"] == absent.sum() > 0
-    with pytest.raises(ConfigError, match=r"engine\.experts\.popularity=.*: it has 0, 1, 2 and 3 MoE"):
+    with pytest.raises(ConfigError, match=r"engine\.experts\.popularity=.*: it has 4 MoE layers"):
         opened(TWO_LAYERS, experts=experts | {"resident": 0.9})
