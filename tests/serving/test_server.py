@@ -367,12 +367,15 @@ def test_keys_and_admin(model_dir: Path, tmp_path: Path) -> None:
             assert ask("/admin/pause", "root").json() == {"done": "pause"} and llm.stats()["paused"]
             assert ask("/admin/unpause", "root").json() == {"done": "unpause"}
             assert ask("/admin/reload", "root", path=str(model_dir)).json() == {"done": "reload"}
+            kept = ask("/admin/reload", "root", path=str(model_dir), running="keep")
+            assert kept.json() == {"done": "reload"}
             again = ask("/v1/completions", "first", prompt="a", **GREEDY)
             assert again.json()["choices"] == wanted.json()["choices"]
             for path, body, message in (
                 ("/admin/explode", {}, "unknown action 'explode'"),
                 ("/admin/reload", {}, "path must be a text"),
                 ("/admin/reload", {"path": str(tmp_path / "none")}, "none"),
+                ("/admin/reload", {"path": str(model_dir), "running": "later"}, "unknown mode 'later'"),
                 ("/admin/pause", {"x": 1}, "takes none"),
                 ("/admin/rebalance", {}, "rebalance"),
                 ("/admin/profile_stop", {}, "profile_stop"),
