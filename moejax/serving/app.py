@@ -142,7 +142,7 @@ class Server:
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            return _error(*_told(error))
+            return refusal(error)
 
     # -- what a request has ------------------------------------------------------------------------------
 
@@ -192,10 +192,14 @@ class Server:
 
     # -- endpoints ---------------------------------------------------------------------------------------
 
-    async def _health(self, _: Request) -> Response:
-        health = self.monitor.health()
+    def health(self) -> Health:
+        """Returns how what answers is."""
         if not self.engine.alive:
-            health = Health("unhealthy", ("the engine's thread has ended",))
+            return Health("unhealthy", ("the engine's thread has ended",))
+        return self.monitor.health()
+
+    async def _health(self, _: Request) -> Response:
+        health = self.health()
         return JSONResponse(dataclasses.asdict(health), 503 if health.state == "unhealthy" else 200)
 
     async def _ready(self, _: Request) -> Response:
@@ -203,16 +207,27 @@ class Server:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        text = await asyncio.to_thread(render, {self.name: self.engine.llm})
+        text = await asyncio.to_thread(render, await self._observed())
         return Response(text, media_type=CONTENT_TYPE)
 
+    async def _observed(self) -> dict[str, Any]:
+        """Returns what `render` takes."""
+        return {self.name: self.engine.llm}
+
+    def _served(self) -> dict[str, Any]:
+        """Returns the models' `LLM`s by their names, for which it need not compute."""
+        return {self.name: self.engine.llm}
+
     async def _models(self, _: Request) -> Response:
-        length = self.engine.llm.max_model_len
-        names = [(self.name, None), *((name, self.name) for name in self.engine.llm.adapters)]
+        names = [
+            (name, parent, llm.max_model_len)
+            for own, llm in self._served().items()
+            for name, parent in [(own, None), *((adapter, own) for adapter in llm.adapters)]
+        ]
         models = [
             {"id": name, "object": "model", "created": self.began, "owned_by": "moejax", "parent": parent,
              "max_model_len": length}
-            for name, parent in names
+            for name, parent, length in names
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": models})
 
@@ -392,6 +407,11 @@ async def _merged(
 def _of(params: SamplingParams) -> SamplingParams:
     """Returns the parameters of a prompt: without a seed a new one; `LLM` would draw the same again."""
     return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(31))
+
+
+def refusal(error: Exception) -> Response:
+    """Returns the answer that tells of an error."""
+    return _error(*_told(error))
 
 
 def _first(error: Exception) -> Exception:

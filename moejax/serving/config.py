@@ -1,10 +1,12 @@
 """Settings of the server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from moejax.core.checked import Checked, Name, NonNegativeInt, PositiveInt, PositiveNumber
-from moejax.core.errors import ConfigError
+from moejax.core.checked import Among, Checked, Name, NonNegativeInt, PositiveInt, PositiveNumber
+from moejax.core.errors import ConfigError, refuse
+from moejax.simulate.routers import ROUTERS
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,15 @@ class ServeSection(Checked, section="serve"):
         drain_s: seconds that running requests have once the server is told to end.
         warmup: compile what requests of any length need before the first one, as a measurement wants it; else
             steps are compiled when they are first met.
+        models: name → overrides of the command line (`[model=tiny,engine.max_num_seqs=4]`): several models,
+            opened when they are first asked for.
+        memory_gb: 10^9 bytes of a device that they may take together; None: all may be open.
+        wait_s: seconds that a request waits at most until its model finds room beside those that run.
+        replicas: engines in processes of their own, by Ray Serve, and router: which of them gets a request.
+        max_replicas: their number grows up to this, from `replicas` on, so that requests wait for at most
+            `queue_ms` before their first step; 0: it stays.
+        retries: replicas after the first one that a request is given to, while none gets on with it.
+        failures, rest_s: a replica that fails so often in a row gets no request for so many seconds.
     """
 
     host: Name = "127.0.0.1"
@@ -41,9 +52,31 @@ class ServeSection(Checked, section="serve"):
     write_timeout_s: PositiveNumber = 30.0
     drain_s: PositiveNumber = 30.0
     warmup: bool = False
+    models: dict[str, list[str]] = field(default_factory=dict)
+    memory_gb: PositiveNumber | None = None
+    wait_s: PositiveNumber = 30.0
+    replicas: PositiveInt = 1
+    router: Annotated[str, Among(ROUTERS, "router")] = "least_loaded"
+    max_replicas: NonNegativeInt = 0
+    queue_ms: PositiveNumber = 500.0
+    retries: NonNegativeInt = 2
+    failures: PositiveInt = 3
+    rest_s: PositiveNumber = 30.0
+
+    @property
+    def replicated(self) -> bool:
+        """Whether Ray Serve runs the engines."""
+        return max(self.replicas, self.max_replicas) > 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if 0 < self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"serve.max_replicas={self.max_replicas} is below serve.replicas={self.replicas}"
+            )
+        refuse(
+            "serve.models", bool(self.models), {"serve.replicas": self.replicated, "serve.name": self.name}
+        )
         if self.port > 65535:
             raise ConfigError(f"serve.port must be at most 65535, got {self.port}")
 

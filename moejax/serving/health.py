@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,13 @@ class Health:
 
     state: State = "healthy"
     reasons: tuple[str, ...] = ()
+
+
+def worst(healths: Iterable[Health]) -> Health:
+    """Returns the worst state of several parts, with the reasons of all."""
+    found = list(healths)
+    state = max((health.state for health in found), key=_STATES.index, default="healthy")
+    return Health(state, tuple(dict.fromkeys(reason for health in found for reason in health.reasons)))
 
 
 @functools.cache

@@ -5,7 +5,9 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import uvicorn
 
@@ -15,26 +17,79 @@ from moejax.engine.requests.api import SamplingParams
 from moejax.serving.app import Server
 from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
+from moejax.serving.pool import EnginePool
+from moejax.serving.pool_server import PoolServer
 
 # Longer than clients keep idle connections, lest one sends a request as this end closes its own.
 _KEEP_ALIVE_S = 65
 
 
+Answering = Callable[[], AbstractAsyncContextManager[Server]]
+"""Opens what answers, within an event loop."""
+
+
 def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
+    """Answers requests by an engine, see `run`; `name` is what requests call the model."""
+
+    @contextlib.asynccontextmanager
+    async def answering() -> AsyncIterator[Server]:
+        engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+        try:
+            with contextlib.closing(Server(engine, config, name)) as server:
+                yield server
+        finally:
+            await engine.close(drain=False)
+
+    run(config, answering, on_ready, before=lambda: prepare(llm, config))
+
+
+def serve_models(
+    models: Mapping[str, Mapping[str, Any]], config: ServeSection, on_ready: Callable[[str], None]
+) -> None:
+    """Answers requests by several models, name → arguments of `LLM`, see `run`."""
+
+    @contextlib.asynccontextmanager
+    async def answering() -> AsyncIterator[Server]:
+        pool = EnginePool(
+            models, config.memory_gb and 1e9 * config.memory_gb, wait_s=config.wait_s,
+            max_requests=config.max_requests, max_unread=config.max_unread,
+            prepare=lambda llm: prepare(llm, config),
+        )  # fmt: skip
+        try:
+            with contextlib.closing(PoolServer(pool, config)) as server:
+                yield server
+        finally:
+            await pool.close()
+
+    run(config, answering, on_ready)
+
+
+def prepare(llm: LLM, config: ServeSection) -> None:
+    """Compiles ahead of the first request where `serve.warmup` asks for that."""
+    if config.warmup:
+        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+
+
+def run(
+    config: ServeSection,
+    answering: Answering,
+    on_ready: Callable[[str], None],
+    *,
+    before: Callable[[], None] = lambda: None,
+) -> None:
     """Answers requests until SIGINT or SIGTERM, then ends what runs, or after `serve.drain_s` all.
 
     Args:
-        name: what requests call the model.
         on_ready: told the address once it takes requests.
+        before: done before, once the address is had.
 
     Raises:
         ConfigError: a file of keys, or an address that cannot be listened at.
     """
     with listen(config.host, config.port) as listening:
-        if config.warmup:
-            llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+        before()
         with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-            runner.run(_serve(llm, config, name, listening, on_ready))
+            runner.run(_serve(config, answering, listening, on_ready))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,12 +111,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    llm: LLM, config: ServeSection, name: str, listening: socket.socket, on_ready: Callable[[str], None]
+    config: ServeSection, answering: Answering, listening: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
-    engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
-    server: Server | None = None
-    try:
-        server = Server(engine, config, name)
+    async with answering() as server:
         options = uvicorn.Config(
             server.app(), log_config=None, http="h11", access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -86,10 +138,6 @@ async def _serve(
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-    finally:
-        if server is not None:
-            server.close()
-        await engine.close(drain=False)
 
 
 class _Listener(uvicorn.Server):
