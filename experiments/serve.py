@@ -15,7 +15,7 @@ def main(config: ServeConfig) -> None:
     from moejax.core.errors import ConfigError
 
     try:
-        from moejax.serving.run import serve, serve_models
+        from moejax.serving.run import serve, serve_models, serve_replicas
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'moejax[serve]'") from None
     for field in ("api_keys_file", "admin_keys_file"):  # before weights are read
@@ -29,6 +29,9 @@ def main(config: ServeConfig) -> None:
     if config.serve.models:
         models = {name: arguments(own) for name, own in compose_models(config).items()}
         serve_models(models, config.serve, functools.partial(ready, ", ".join(models)))
+        return
+    if config.serve.replicated:
+        serve_replicas(arguments(config), config.serve, ready)
         return
     with open_llm(config) as llm:
         name = config.serve.name or (llm.model_dir.name if llm.model_dir else llm.config.family)

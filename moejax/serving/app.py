@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -86,17 +86,20 @@ class Server:
         engine: answers.
         config: limits and keys.
         name: of the model.
+        peers: what the engine needs, see `HealthMonitor`.
 
     Raises:
         ConfigError: a file of keys.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServeSection, name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLM, config: ServeSection, name: str, peers: Mapping[str, Any] | None = None
+    ) -> None:
         self.engine, self.config, self.name = engine, config, name
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
         self._keys, self._admin_keys = config.keys("api_keys_file"), config.keys("admin_keys_file")
-        self.monitor = HealthMonitor(engine.llm)
+        self.monitor = HealthMonitor(engine.llm, peers=peers)
 
     def close(self) -> None:
         """Ends what watches the engine."""
@@ -210,7 +213,7 @@ class Server:
         text = await asyncio.to_thread(render, await self._observed())
         return Response(text, media_type=CONTENT_TYPE)
 
-    async def _observed(self) -> dict[str, Any]:
+    async def _observed(self) -> dict[Any, Any]:
         """Returns what `render` takes."""
         return {self.name: self.engine.llm}
 
@@ -244,7 +247,8 @@ class Server:
             raise RequestError(f"tokens has {strange[0]}, out of range; the vocabulary is 0..{size - 1}")
         return JSONResponse({"prompt": self.engine.llm.get_tokenizer().decode(body.tokens)})
 
-    async def _administer(self, request: Request) -> Response:
+    async def _action(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Returns what an administrator asks for, and its arguments."""
         action = request.path_params["action"]
         if action not in ACTIONS:
             raise _Refused(404, unknown("action", action[:100], ACTIONS))
@@ -254,6 +258,10 @@ class Server:
             given = None
         if not isinstance(given, dict):
             raise RequestError("body: a JSON object is wanted")
+        return action, given
+
+    async def _administer(self, request: Request) -> Response:
+        action, given = await self._action(request)
         return JSONResponse(await asyncio.to_thread(administer, self.engine.llm, action, given))
 
     async def _completions(self, request: Request) -> Response:

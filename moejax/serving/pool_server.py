@@ -46,7 +46,7 @@ class PoolServer(Server):
     def health(self) -> Health:
         return worst([super().health(), *(server.health() for server, _ in self._servers.values())])
 
-    async def _observed(self) -> dict[str, Any]:
+    async def _observed(self) -> dict[Any, Any]:
         return {name: engine.llm for name, engine in self.pool.open.items()}
 
     def _served(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import signal
 import socket
 import sys
@@ -9,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import jax
 import uvicorn
 
-from moejax.core.errors import ConfigError
+from moejax.core.errors import ConfigError, refuse
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import SamplingParams
 from moejax.serving.app import Server
@@ -62,6 +65,32 @@ def serve_models(
             await pool.close()
 
     run(config, answering, on_ready)
+
+
+def serve_replicas(
+    arguments: Mapping[str, Any], config: ServeSection, on_ready: Callable[[str, str], None]
+) -> None:
+    """Answers requests by replicas of `LLM(**arguments)` in processes of their own, see `run`; `on_ready` is
+    told the model's name, too.
+
+    Raises:
+        ConfigError: Ray is not installed, or the engine's settings do not go with replicas.
+        DeviceError: they do not start.
+    """
+    try:
+        from moejax.serving.ray_serve import replicas
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve.replicas: {error.name} is not installed; pip install 'moejax[ray]'"
+        ) from None
+    engine = arguments["engine"]
+    refuse("serve.replicas", True, {"engine.adapters.slots": engine.adapters.slots})
+    jax.config.update("jax_platforms", "cpu")  # the devices are the replicas'
+    planned = {**arguments, "parallel": None, "engine": dataclasses.replace(engine, platform="auto")}
+    with LLM(**planned, fill=False) as llm:
+        name = config.name or (llm.model_dir.name if llm.model_dir else llm.config.family)
+        answering = functools.partial(replicas, llm, arguments, config, name)
+        run(config, answering, functools.partial(on_ready, name))
 
 
 def prepare(llm: LLM, config: ServeSection) -> None:

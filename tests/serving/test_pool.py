@@ -95,7 +95,9 @@ def test_models_open_on_demand_share_weights_and_the_least_recently_used_closes(
     in_pool(body, memory_bytes=budget, wait_s=0.2)
 
 
-def test_a_request_waits_for_room_and_a_model_over_the_budget_is_refused(wanted: dict[str, list[int]]) -> None:
+def test_a_request_waits_for_room_and_a_model_over_the_budget_is_refused(
+    wanted: dict[str, list[int]],
+) -> None:
     async def body(pool: EnginePool) -> None:
         async with pool.lease("a") as engine:
             waiting = asyncio.create_task(ask(pool))
