@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,6 +28,7 @@ from starlette.types import Send
 
 from moejax.core.errors import MoejaxError, RequestError, StepError, unknown
 from moejax.core.words import one_line
+from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
 from moejax.engine.requests.output import StreamChunk
@@ -92,9 +93,7 @@ class Server:
         ConfigError: a file of keys.
     """
 
-    def __init__(
-        self, engine: AsyncLLM, config: ServeSection, name: str, peers: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, config: ServeSection, name: str, peers: Any = None) -> None:
         self.engine, self.config, self.name = engine, config, name
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
@@ -197,9 +196,12 @@ class Server:
 
     def health(self) -> Health:
         """Returns how what answers is."""
-        if not self.engine.alive:
-            return Health("unhealthy", ("the engine's thread has ended",))
-        return self.monitor.health()
+        dead = Health("unhealthy", ("the engine's thread has ended",))
+        return self.monitor.health() if self.engine.alive else dead
+
+    def served(self) -> dict[str, LLM]:
+        """Returns the models by their names; some may have no values yet."""
+        return {self.name: self.engine.llm}
 
     async def _health(self, _: Request) -> Response:
         health = self.health()
@@ -210,27 +212,15 @@ class Server:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        text = await asyncio.to_thread(render, await self._observed())
+        text = await asyncio.to_thread(render, self.served())
         return Response(text, media_type=CONTENT_TYPE)
 
-    async def _observed(self) -> dict[Any, Any]:
-        """Returns what `render` takes."""
-        return {self.name: self.engine.llm}
-
-    def _served(self) -> dict[str, Any]:
-        """Returns the models' `LLM`s by their names, for which it need not compute."""
-        return {self.name: self.engine.llm}
-
     async def _models(self, _: Request) -> Response:
-        names = [
-            (name, parent, llm.max_model_len)
-            for own, llm in self._served().items()
-            for name, parent in [(own, None), *((adapter, own) for adapter in llm.adapters)]
-        ]
         models = [
             {"id": name, "object": "model", "created": self.began, "owned_by": "moejax", "parent": parent,
-             "max_model_len": length}
-            for name, parent, length in names
+             "max_model_len": llm.max_model_len}
+            for own, llm in self.served().items()
+            for name, parent in [(own, None), *((name, own) for name in llm.adapters)]
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": models})
 
@@ -247,8 +237,7 @@ class Server:
             raise RequestError(f"tokens has {strange[0]}, out of range; the vocabulary is 0..{size - 1}")
         return JSONResponse({"prompt": self.engine.llm.get_tokenizer().decode(body.tokens)})
 
-    async def _action(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Returns what an administrator asks for, and its arguments."""
+    async def _administer(self, request: Request) -> Response:
         action = request.path_params["action"]
         if action not in ACTIONS:
             raise _Refused(404, unknown("action", action[:100], ACTIONS))
@@ -258,11 +247,10 @@ class Server:
             given = None
         if not isinstance(given, dict):
             raise RequestError("body: a JSON object is wanted")
-        return action, given
+        return JSONResponse(await self._act(action, given))
 
-    async def _administer(self, request: Request) -> Response:
-        action, given = await self._action(request)
-        return JSONResponse(await asyncio.to_thread(administer, self.engine.llm, action, given))
+    async def _act(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
+        return await asyncio.to_thread(administer, self.engine.llm, action, given)
 
     async def _completions(self, request: Request) -> Response:
         body = parse(CompletionBody, await self._body(request))

@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from moejax.core.words import one_line
 from moejax.tracking.probes import Probe, RaplProbe, open_gpus, slowdown_names
 
 State = Literal["healthy", "degraded", "unhealthy"]
-_STATES: tuple[State, ...] = ("healthy", "degraded", "unhealthy")
+STATES: tuple[State, ...] = ("healthy", "degraded", "unhealthy")
 _HOT_C, _FULL, _LEAST_HOST_BYTES = 85.0, 0.98, 1e9
 
 
@@ -26,13 +26,6 @@ class Health:
 
     state: State = "healthy"
     reasons: tuple[str, ...] = ()
-
-
-def worst(healths: Iterable[Health]) -> Health:
-    """Returns the worst state of several parts, with the reasons of all."""
-    found = list(healths)
-    state = max((health.state for health in found), key=_STATES.index, default="healthy")
-    return Health(state, tuple(dict.fromkeys(reason for health in found for reason in health.reasons)))
 
 
 @functools.cache
@@ -91,8 +84,8 @@ class HealthMonitor:
             except Exception as error:
                 lost = f"peer {name}: {one_line(error)}"
             found += [("degraded", lost)] if lost else []
-        worst = max((_STATES.index(state) for state, _ in found), default=0)
-        self._health, self._looked = Health(_STATES[worst], tuple(why for _, why in found)), self._clock()
+        worst = max((STATES.index(state) for state, _ in found), default=0)
+        self._health, self._looked = Health(STATES[worst], tuple(why for _, why in found)), self._clock()
         return self._health
 
     def close(self) -> None:

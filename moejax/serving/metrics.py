@@ -60,9 +60,8 @@ def observe(llm: Any) -> tuple[list[tuple[str, list[str], float]], dict[str, tup
 
 
 def render(llms: Mapping[Any, Any]) -> bytes:
-    """Returns all metrics of engines (`LLM`, what has one as `llm`, or what `observe` has told of it) by their
-    models' names; of replicas by pairs (model, replica), which are labels then. Engines that are closed are
-    left out."""
+    """Returns all metrics of engines (`LLM`, what has one as `llm`, or what `observe` told) by their models'
+    names; of replicas by (model, replica), which are labels then. Engines that are closed are left out."""
     families: dict[str, Any] = {}
     whose = ["model_name", *["replica"] * any(isinstance(name, tuple) for name in llms)]
     for name, (kind, own, means) in METRICS.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moejax.core.errors import unknown
+from moejax.engine.llm import LLM
 from moejax.serving.app import Server, _Refused, refusal
-from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
-from moejax.serving.health import Health, worst
+from moejax.serving.health import STATES, Health
 from moejax.serving.pool import EnginePool
 
 
@@ -21,80 +22,70 @@ class PoolServer(Server):
     """The endpoints over several models; a request that names none is for the first."""
 
     def __init__(self, pool: EnginePool, config: ServeSection) -> None:
-        planned: Any = SimpleNamespace(llm=pool.plan(pool.names[0]), alive=True, num_requests=0)
-        super().__init__(planned, config, pool.names[0])
+        name, plan = next(iter(pool.llms.items()))
+        planned: Any = SimpleNamespace(llm=plan, alive=True, num_requests=0)
+        super().__init__(planned, config, name)
         self.pool, self._servers = pool, dict[str, tuple[Server, ASGIApp]]()
-        pool.on_close = self._closed
+        pool.on_close = lambda name: self._servers[name][0].close() if name in self._servers else None
 
-    def close(self) -> None:
-        for name in list(self._servers):
-            self._closed(name)
-        super().close()
-
-    def _closed(self, name: str) -> None:
-        if name in self._servers:
-            self._servers.pop(name)[0].close()
-
-    def of(self, name: str, engine: AsyncLLM) -> ASGIApp:
-        """Returns the endpoints of a model that is open."""
-        if name not in self._servers:
-            server = Server(engine, self.config, name)
-            self._servers[name] = server, server.app()
-        self._servers[name][0].ready = self.ready
-        return self._servers[name][1]
+    def served(self) -> dict[str, LLM]:
+        return self.pool.llms
 
     def health(self) -> Health:
-        return worst([super().health(), *(server.health() for server, _ in self._servers.values())])
-
-    async def _observed(self) -> dict[Any, Any]:
-        return {name: engine.llm for name, engine in self.pool.open.items()}
-
-    def _served(self) -> dict[str, Any]:
-        opened = {name: engine.llm for name, engine in self.pool.open.items()}
-        return {name: opened.get(name) or self.pool.plan(name) for name in self.pool.names}
+        healths = [super().health(), *(server.health() for server, _ in self._servers.values())]
+        return max(healths, key=lambda health: STATES.index(health.state))
 
     async def _through(self, request: Request) -> Response:
-        """Hands a request on, whose model stays open until it is answered."""
+        """Hands a request on to its model's own endpoints; that stays open until it is answered."""
         body = await self._body(request)
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
-            given = None  # which the model's own server tells
+            given = None  # which those endpoints tell
         name = given.get("model") if isinstance(given, dict) else None
-        if name is None:
-            name = self.name
-        elif request.path_params:  # /admin/…: its actions have no argument of that name
+        if name is not None and request.path_params:  # /admin/…: actions have no argument of that name
             body = json.dumps({key: value for key, value in given.items() if key != "model"}).encode()
-        if name not in self.pool.names:
-            adapters = [own for own, llm in self._served().items() if name in llm.adapters]
-            if not adapters:
-                raise _Refused(404, unknown("model", str(name)[:100], self.pool.names))
-            name = adapters[0]
-        return _Leased(self, name, body)
+        name, llms = self.name if name is None else name, self.served()
+        for own in [own for own, llm in llms.items() if name == own or name in llm.adapters]:
+            return _Leased(self, own, body)
+        raise _Refused(404, unknown("model", str(name)[:100], llms))
 
     _completions = _chat = _tokenize = _detokenize = _administer = _through
 
 
 class _Leased(Response):
-    """The answer of a model's own server."""
+    """The answer of a model's own endpoints."""
 
-    def __init__(self, server: PoolServer, name: str, body: bytes) -> None:
+    def __init__(self, server: PoolServer, name: str, given: bytes) -> None:
         super().__init__()
-        self.server, self.name, self.request_body = server, name, body
+        self.server, self.name, self.given = server, name, [given]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read = False
-
         async def again() -> Message:
-            nonlocal read
-            if read:
-                return await receive()
-            read = True
-            return {"type": "http.request", "body": self.request_body, "more_body": False}
+            return {"type": "http.request", "body": self.given.pop()} if self.given else await receive()
 
+        pool, servers = self.server.pool, self.server._servers
         async with contextlib.AsyncExitStack() as stack:
             try:
-                engine = await stack.enter_async_context(self.server.pool.lease(self.name))
+                engine = await stack.enter_async_context(pool.lease(self.name))
             except Exception as error:
                 return await refusal(error)(scope, receive, send)
-            await self.server.of(self.name, engine)(scope, again, send)
+            if self.name not in servers or servers[self.name][0].engine is not engine:
+                server = Server(engine, self.server.config, self.name)
+                servers[self.name] = server, server.app()
+            await servers[self.name][1](scope, again, send)
+
+
+@contextlib.asynccontextmanager
+async def serving_models(
+    models: Mapping[str, Mapping[str, Any]], config: ServeSection
+) -> AsyncIterator[PoolServer]:
+    """Opens the endpoints over several models, name → arguments of `LLM`."""
+    limits = {"max_requests": config.max_requests, "max_unread": config.max_unread}
+    memory = config.memory_gb and 1e9 * config.memory_gb
+    pool = EnginePool(models, memory, wait_s=config.wait_s, warmup=config.warmup, **limits)
+    try:
+        with contextlib.closing(PoolServer(pool, config)) as server:
+            yield server
+    finally:
+        await pool.close()

@@ -4,23 +4,22 @@
     replica   goes on from the tokens that are known, as `LLM.resume` does, and tells what each step adds
 
 What a seed draws depends on the number of tokens alone: when a replica is lost, another one goes on where it
-was, and who reads the stream sees a pause. How messages travel is not known here (`moejax.serving.ray_serve`).
+was. How messages travel is not known here (`moejax.serving.ray_serve`).
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from moejax.core.errors import DeviceError, MoejaxError, RequestError, StepError
-from moejax.core.words import one_line
+from moejax.core.errors import DeviceError, MoejaxError, StepError
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
@@ -31,17 +30,13 @@ from moejax.serving.app import Server
 from moejax.serving.async_llm import AsyncLLM, Overloaded
 from moejax.serving.config import ServeSection
 from moejax.serving.health import HealthMonitor
-from moejax.serving.metrics import observe
+from moejax.serving.metrics import CONTENT_TYPE, observe, render
 from moejax.simulate.routers import Load, Router
 
 logger = logging.getLogger(__name__)
 
-_WINDOW_S = 10.0
-"""Seconds over which a replica's queueing time is told."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What a replica says of a request: first that it has it, then what its steps add, or why it fails."""
 
     replica: str
@@ -51,12 +46,7 @@ class Part:
 
 
 class Replica:
-    """An engine and who answers for it, within an event loop. Method names are Ray Serve's where it has any.
-
-    Args:
-        arguments: of `LLM`.
-        name: by which its front knows it.
-    """
+    """An engine and who answers for it, within an event loop; its methods go by Ray Serve's names."""
 
     def __init__(self, arguments: Mapping[str, Any], config: ServeSection, name: str) -> None:
         self.name, self.llm = name, LLM(**arguments)
@@ -68,13 +58,11 @@ class Replica:
     async def stream(
         self, asked: Checkpoint, options: RequestOptions, left_out: Collection[str] = ()
     ) -> AsyncGenerator[Part, None]:
-        """Goes on with a request. `left_out` is for whoever has chosen this replica."""
+        """Goes on with a request; `left_out` is for who has chosen this replica."""
         yield Part(self.name)
-        asked = dataclasses.replace(
-            asked, model=self.llm.builder.model
-        )  # a front may compute in other dtypes
         outputs: list[RequestOutput] = []
         try:
+            asked = replace(asked, model=self.llm.builder.model)  # a front may resolve dtypes in another way
             batches = self.engine.resume(asked, options=options, on_begin=outputs.append)
             async with contextlib.aclosing(batches):
                 async for chunks in batches:
@@ -89,20 +77,19 @@ class Replica:
             raise DeviceError(", ".join(health.reasons) or "the engine's thread has ended")
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Returns what `Load` is made of."""
+        """Returns the fields of its `Load`."""
         scheduler = self.llm.engine.scheduler
         use = scheduler.allocator.num_used / scheduler.allocator.num_blocks
         return Load(len(scheduler.running), scheduler.num_waiting, use)._asdict()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns milliseconds from arrival to the first step, and the share of places or cache in use."""
-        load, most = Load(**await self.record_routing_stats()), self.llm.engine_config.max_num_seqs
-        window = self.llm.engine.recent.window(_WINDOW_S)
-        return {"queue_ms": window["mean_queue_ms"] or 0.0, "use": max(load.cache_use, load.running / most)}
+        """Returns milliseconds from arrival to the first step, lately, and the share of its cache in use."""
+        window = self.llm.engine.recent.window(10.0)
+        return {"queue_ms": window["mean_queue_ms"] or 0.0, "use": window["cache_use_mean"] or 0.0}
 
     async def observe(self) -> tuple[str, Any]:
-        """Returns its name and what `moejax.serving.metrics.render` takes."""
-        return self.name, await asyncio.to_thread(observe, self.llm)
+        """Returns its name and what `render` takes."""
+        return self.name, observe(self.llm)
 
     async def administer(self, action: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """See `moejax.serving.admin.administer`."""
@@ -118,155 +105,129 @@ def choose(
 
 
 class Breaker:
-    """Leaves out for `rest_s` seconds who has failed `failures` times in a row; after that its next failure
-    does."""
+    """Leaves out for `rest_s` seconds who has failed so often in a row; after that its next failure does."""
 
     def __init__(self, failures: int, rest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._rest_s, self._clock = failures, rest_s, clock
-        self._failures, self._until = Counter[str](), dict[str, float]()
+        self.failures, self.rest_s, self._clock = failures, rest_s, clock
+        self._failed, self._until = Counter[str](), dict[str, float]()
 
-    def worked(self, name: str) -> None:
-        """Takes note of a request that has ended well."""
-        self._failures.pop(name, None)
-
-    def failed(self, name: str) -> None:
-        """Takes note of one that has not."""
-        self._failures[name] += 1
-        if self._failures[name] >= self._most:
-            self._until[name] = self._clock() + self._rest_s
-            logger.warning("replica %s is left out for %g s", name, self._rest_s)
+    def told(self, name: str, worked: bool) -> None:
+        """Takes note of how a request has ended."""
+        self._failed[name] = 0 if worked else self._failed[name] + 1
+        if self._failed[name] >= self.failures:
+            self._until[name] = self._clock() + self.rest_s
+            logger.warning("replica %s is left out for %g s", name, self.rest_s)
 
     def left_out(self) -> list[str]:
         """Returns who gets nothing now."""
         return [name for name, until in self._until.items() if until > self._clock()]
 
 
-Ask = Callable[[Checkpoint, RequestOptions, list[str]], AsyncGenerator[Part, None]]
-Everywhere = Callable[..., Awaitable[list[Any]]]
-
-
 class Replicas:
-    """The front of replicas, with as much of `AsyncLLM` as `Server` uses. A request goes on in another replica
-    when one is lost or fails at it, up to `serve.retries` times without a further token.
+    """The front of replicas, with as much of `AsyncLLM` as `Server` uses. A request goes on in another one
+    when its own is lost or fails at it, up to `serve.retries` times without a further token.
 
     Args:
         llm: their model, without values.
-        ask: gives a request to a replica that is not left out, and yields what that says. What becomes of the
-            replica meanwhile it raises as `StepError`.
+        ask: gives a request to a replica that is not left out, and yields what that says. What becomes of it
+            meanwhile it raises as `StepError`.
         everywhere: calls a method of each replica by its name, and returns the results.
     """
 
     alive = True
 
-    def __init__(self, llm: LLM, ask: Ask, everywhere: Everywhere, config: ServeSection) -> None:
-        self.llm, self.everywhere = llm, everywhere
-        self._ask, self._config, self.num_requests = ask, config, 0
-        self.breaker = Breaker(config.failures, config.rest_s)
+    def __init__(
+        self, llm: LLM, ask: Callable[[Checkpoint, RequestOptions, list[str]], AsyncGenerator[Part, None]],
+        everywhere: Callable[..., Awaitable[list[Any]]], config: ServeSection,
+    ) -> None:  # fmt: skip
+        self.llm, self.everywhere, self._ask, self._config = llm, everywhere, ask, config
+        self.num_requests, self.breaker = 0, Breaker(config.failures, config.rest_s)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-        options: RequestOptions | None = None, wait: bool = True,
-        on_begin: Callable[[RequestOutput], None] = lambda output: None,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None, **more: Any,
     ) -> RequestOutput:  # fmt: skip
         """See `AsyncLLM.generate`."""
-        request = self._build(prompt, sampling_params, options, streams=False)
-        on_begin(request.output)
-        async with contextlib.aclosing(self._chunks(request, wait)) as chunks:
-            async for _ in chunks:
+        outputs: list[RequestOutput] = []
+        stream = self.stream(prompt, sampling_params, on_begin=outputs.append, streams=False, **more)
+        on_begin(outputs[0])
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
                 pass
-        return request.output
+        return outputs[0]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-        options: RequestOptions | None = None, wait: bool = True,
-        on_begin: Callable[[RequestOutput], None] = lambda output: None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, wait: bool = True,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None, **more: Any,
     ) -> AsyncGenerator[StreamChunk, None]:  # fmt: skip
         """See `AsyncLLM.stream`."""
-        request = self._build(prompt, sampling_params, options, streams=True)
+        (request,) = self.llm.builder.to_generate([prompt], sampling_params, **{"streams": True, **more})
         on_begin(request.output)
         return self._chunks(request, wait)
 
-    def _build(
-        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions | None, *, streams: bool
-    ) -> RequestState:
-        (request,) = self.llm.builder.to_generate([prompt], params, streams=streams, options=options)
-        return request
-
     async def _chunks(self, request: RequestState, wait: bool) -> AsyncGenerator[StreamChunk, None]:
         if not wait and self.num_requests >= self._config.max_requests:
-            raise Overloaded(f"{self.num_requests} requests are running, of at most as many; try again")
-        asked, request.asked = (
-            request.asked,
-            None,
-        )  # each sample goes on; which are kept is decided at the end
-        failed: list[str] = []  # at this request, since its last token
+            raise Overloaded(f"{self.num_requests} requests are running, and no more are taken; try again")
+        asked, request.asked = request.asked, None  # all samples go on; which are kept is decided at the end
+        failed: list[str] = []  # at this request since its last token
         self.num_requests += 1
         try:
-            while not all(sample.finish_reason for sample in request.output.outputs):
-                at = ""
-                left_out = [*self.breaker.left_out(), *failed]
+            while unfinished := [s for s in request.output.outputs if not s.finish_reason]:
+                at, left_out = "", [*self.breaker.left_out(), *failed]
                 parts = self._ask(self._known(request), request.sequences[0].options, left_out)
                 try:
                     async with contextlib.aclosing(parts):
                         while (part := await self._next(parts, request)) is not None:
                             at = part.replica
-                            if part.error is not None:
-                                raise part.error
                             for chunk in part.chunks:
                                 failed = []
                                 _take(request, chunk, part.cached_tokens)
                                 yield chunk
-                    if not all(sample.finish_reason for sample in request.output.outputs):
+                            if part.error is not None:
+                                raise part.error
+                    if not all(sample.finish_reason for sample in unfinished):
                         raise StepError("the replica has let go of the request")
-                    self.breaker.worked(at)
+                    self.breaker.told(at, worked=True)
                 except StepError as error:
                     if at:
-                        self.breaker.failed(at)
-                    if len(failed) >= self._config.retries:
-                        raise
+                        self.breaker.told(at, worked=False)
                     failed.append(at)
-                    done = sum(len(sample.token_ids) for sample in request.output.outputs)
-                    logger.warning(
-                        "request %s goes on after %d tokens: replica %s: %s",
-                        request.output.request_id, done, at or "(none yet)", one_line(error),
-                    )  # fmt: skip
+                    if len(failed) > self._config.retries:
+                        raise
+                    logger.warning("request %s goes on elsewhere: %s", request.output.request_id, error)
             request.asked = asked
             request.close()
         finally:
             self.num_requests -= 1
 
     async def _next(self, parts: AsyncGenerator[Part, None], request: RequestState) -> Part | None:
-        """Returns what comes next, within the request's time and what a step may take longer."""
         try:
-            async with asyncio.timeout(self._left(request, 30.0)):
+            async with asyncio.timeout(_left(request, 30.0)):  # more than the replica itself allows
                 return await anext(parts, None)
         except TimeoutError:
-            raise RequestError("no replica has gone on with the request in its time") from None
-
-    def _left(self, request: RequestState, more: float = 0.0) -> float | None:
-        limit = request.sequences[0].params.max_time_s
-        since = time.perf_counter() - request.output.metrics.arrival_time
-        return None if limit is None else max(limit - since + more, 1e-3)
+            raise StepError("no replica has answered in the request's time") from None
 
     def _known(self, request: RequestState) -> Checkpoint:
-        """Returns the request with what has come of it, and the time that it still has."""
+        """Returns the request with what has come of it and the time that it still has."""
         kept = request.checkpoint(self.llm.builder.model)
-        return dataclasses.replace(
-            kept, sampling_params=dataclasses.replace(kept.sampling_params, max_time_s=self._left(request))
-        )
+        return replace(kept, sampling_params=replace(kept.sampling_params, max_time_s=_left(request)))
+
+
+def _left(request: RequestState, more: float = 0.0) -> float | None:
+    limit, began = request.sequences[0].params.max_time_s, request.output.metrics.arrival_time
+    return None if limit is None else max(limit + more - (time.perf_counter() - began), 1e-3)
 
 
 def _take(request: RequestState, chunk: StreamChunk, cached_tokens: int) -> None:
     """Adds a chunk to its request's output."""
     output = request.output
-    sample, metrics = output.outputs[chunk.index], output.metrics
-    if chunk.prompt_logprobs is not None and metrics.token_times:
+    sample, times = output.outputs[chunk.index], output.metrics.token_times
+    if times:
         chunk.prompt_logprobs = None  # computed again, and told before
-    elif chunk.prompt_logprobs is not None:
-        output.prompt_logprobs = chunk.prompt_logprobs
-    if chunk.index == 0 and chunk.token_ids:
-        metrics.cached_tokens = metrics.cached_tokens if metrics.token_times else cached_tokens
-        metrics.token_times.append(time.perf_counter())
+    elif chunk.index == 0:
+        output.prompt_logprobs, output.metrics.cached_tokens = chunk.prompt_logprobs, cached_tokens
+    if chunk.index == 0:
+        times += [time.perf_counter()] * len(chunk.token_ids)
     sample.text += chunk.text
     sample.token_ids += chunk.token_ids
     if sample.logprobs is not None:
@@ -275,7 +236,7 @@ def _take(request: RequestState, chunk: StreamChunk, cached_tokens: int) -> None
 
 
 class ReplicaServer(Server):
-    """The endpoints over replicas. `running` tells how many there are."""
+    """The endpoints over replicas; `running` tells how many there are."""
 
     def __init__(self, engine: Replicas, config: ServeSection, name: str, running: Callable[[], int]) -> None:
         front: Any = engine
@@ -283,13 +244,9 @@ class ReplicaServer(Server):
         peers = {f"replica {i + 1}": lambda i=i: running() > i for i in range(config.replicas)}
         super().__init__(front, config, name, peers)
 
-    async def _observed(self) -> dict[Any, Any]:
-        return {(self.name, replica): told for replica, told in await self.replicas.everywhere("observe")}
+    async def _metrics(self, _: Request) -> Response:
+        told = {(self.name, name): values for name, values in await self.replicas.everywhere("observe")}
+        return Response(render(told), media_type=CONTENT_TYPE)
 
-    async def _administer(self, request: Request) -> Response:
-        action, given = await self._action(request)
-        if action in ("load_adapter", "unload_adapter"):
-            raise RequestError(f"{action}: replicas have no adapters; serve one engine (serve.replicas=1)")
-        return JSONResponse(
-            {"done": action, "replicas": await self.replicas.everywhere("administer", action, given)}
-        )
+    async def _act(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
+        return {"done": action, "replicas": await self.replicas.everywhere("administer", action, given)}

@@ -12,7 +12,7 @@ import pytest
 
 from moejax import LLM, EngineConfig, SamplingParams
 from moejax.core.errors import ConfigError, RequestError
-from moejax.serving.async_llm import Overloaded
+from moejax.serving.async_llm import AsyncLLM, Overloaded
 from moejax.serving.config import ServeSection
 from moejax.serving.pool import EnginePool
 from moejax.serving.pool_server import PoolServer
@@ -47,15 +47,19 @@ def in_pool(body: Callable[[EnginePool], Coroutine[Any, Any, None]], **options: 
             await body(pool)
         finally:
             await pool.close()
-        assert not pool.open
+        assert not opened(pool)
 
     asyncio.run(run())
+
+
+def opened(pool: EnginePool) -> dict[str, AsyncLLM]:
+    return {model.name: model.engine for model in pool._opened() if model.engine}
 
 
 def bytes_of(*names: str) -> float:
     async def run() -> float:
         pool = EnginePool(MODELS)
-        return pool._bytes([pool._of(name) for name in names])
+        return pool._bytes([pool._models[name] for name in names])
 
     return asyncio.run(run())
 
@@ -73,49 +77,35 @@ def test_models_open_on_demand_share_weights_and_the_least_recently_used_closes(
             assert output.outputs[0].token_ids == wanted[name]
 
     async def body(pool: EnginePool) -> None:
-        assert not pool.open and pool.names == ["a", "a2", "b"]
+        assert not opened(pool)
         await asyncio.gather(ask(pool, "a"), ask(pool, "a"), ask(pool, "a2"))
-        first, second = (pool.open[name].llm for name in ("a", "a2"))
+        first, second = (pool.llms[name] for name in ("a", "a2"))
         leaves = [jax.tree.leaves(llm._weights.functions[0].leaves) for llm in (first, second)]
         assert all(x is y for x, y in zip(*leaves, strict=True))
         await ask(pool, "a")
         async with pool.lease("a"):
-            with pytest.raises(Overloaded, match="model b has found no room within 0.2 s"):
+            with pytest.raises(Overloaded, match=r"model b has found no room within 0.2 s"):
                 await ask(pool, "b")
-            assert "a" in pool.open
+            assert "a" in opened(pool)
         closed: list[str] = []
         pool.on_close = closed.append
         await ask(pool, "b")
-        assert list(pool.open) == ["b"] and closed == ["a"]  # a2 had made room for b's first try
+        assert list(opened(pool)) == ["b"] and closed == ["a"]  # a2 had made room for b's first try
         with pytest.raises(RequestError, match="closed"):
             first.generate([PROMPT], GREEDY)
         with pytest.raises(RequestError, match="unknown model 'c'"):
             await ask(pool, "c")
+        pool._wait_s = 30.0
+        async with pool.lease("b") as engine:
+            waiting = asyncio.create_task(ask(pool, "a"))
+            assert (await engine.generate(PROMPT, GREEDY)).outputs[0].token_ids == wanted["b"]
+            assert not waiting.done()
+        await waiting
+        assert list(opened(pool)) == ["a"]
 
     in_pool(body, memory_bytes=budget, wait_s=0.2)
-
-
-def test_a_request_waits_for_room_and_a_model_over_the_budget_is_refused(
-    wanted: dict[str, list[int]],
-) -> None:
-    async def body(pool: EnginePool) -> None:
-        async with pool.lease("a") as engine:
-            waiting = asyncio.create_task(ask(pool))
-            assert (await engine.generate(PROMPT, GREEDY)).outputs[0].token_ids == wanted["a"]
-            assert not waiting.done()
-        assert (await waiting) == wanted["b"] and list(pool.open) == ["b"]
-
-    async def ask(pool: EnginePool) -> list[int]:
-        async with pool.lease("b") as engine:
-            return (await engine.generate(PROMPT, GREEDY)).outputs[0].token_ids
-
-    in_pool(body, memory_bytes=bytes_of("a"))
-    with pytest.raises(ConfigError, match="model a alone needs .* of a device, over the pool's 1.0 kB"):
-        asyncio.run(_opened(1000))
-
-
-async def _opened(memory_bytes: float) -> EnginePool:
-    return EnginePool(MODELS, memory_bytes)
+    with pytest.raises(ConfigError, match=r"model a alone needs .* of a device, over the pool's 1.0 kB"):
+        in_pool(body, memory_bytes=1000)
 
 
 def test_requests_go_to_the_model_they_name(wanted: dict[str, list[int]], tmp_path: Any) -> None:
@@ -130,7 +120,7 @@ def test_requests_go_to_the_model_they_name(wanted: dict[str, list[int]], tmp_pa
             assert [(model["id"], model["max_model_len"]) for model in listed] == [
                 (name, 48) for name in MODELS
             ]
-            assert not pool.open
+            assert not opened(pool)
             asked = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
             asked |= {"return_token_ids": True, "detokenize": False}
             for name in ("a", "b"):
@@ -147,11 +137,13 @@ def test_requests_go_to_the_model_they_name(wanted: dict[str, list[int]], tmp_pa
             assert (await client.post("/v1/completions", content=b"{")).status_code == 400
             head = {"Authorization": "Bearer secret"}
             done = await client.post("/admin/pause", json={"model": "b"}, headers=head)
-            assert done.json() == {"done": "pause"} and pool.open["b"].llm.engine.stopped
-            assert not pool.open["a"].llm.engine.stopped
+            assert done.json() == {"done": "pause"} and pool.llms["b"].engine.stopped
+            assert not pool.llms["a"].engine.stopped
             assert (await client.post("/admin/pause", json={"model": "b"})).status_code == 401
             metrics = (await client.get("/metrics")).text
             assert 'model_name="a"' in metrics and 'model_name="b"' in metrics
+            for own, _ in server._servers.values():
+                own.monitor.check()
             health = await client.get("/health")
             assert health.status_code == 200 and health.json()["state"] == "degraded", "b is paused"
         server.close()

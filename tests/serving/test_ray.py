@@ -5,13 +5,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from moejax import LLM, EngineConfig, SamplingParams
-from moejax.engine.requests.api import Checkpoint
 from moejax.serving.config import ServeSection
 from tests.model_shapes import TWO_LAYERS
 
