@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moejax.core.errors import unknown
@@ -16,6 +16,7 @@ from moejax.serving.app import Server, _Refused, refusal
 from moejax.serving.config import ServeSection
 from moejax.serving.health import STATES, Health
 from moejax.serving.pool import EnginePool
+from moejax.serving.split import Split
 
 
 class PoolServer(Server):
@@ -26,6 +27,9 @@ class PoolServer(Server):
         planned: Any = SimpleNamespace(llm=plan, alive=True, num_requests=0)
         super().__init__(planned, config, name)
         self.pool, self._servers = pool, dict[str, tuple[Server, ASGIApp]]()
+        self.split = Split(config.split) if config.split else None
+        if config.split and config.name:  # a request that names none is for all of them
+            self.name = config.name
         pool.on_close = lambda name: self._servers[name][0].close() if name in self._servers else None
 
     def served(self) -> dict[str, LLM]:
@@ -35,6 +39,14 @@ class PoolServer(Server):
         healths = [super().health(), *(server.health() for server, _ in self._servers.values())]
         return max(healths, key=lambda health: STATES.index(health.state))
 
+    async def _models(self, request: Request) -> Response:
+        listed: Any = json.loads(bytes((await super()._models(request)).body))
+        if self.split is not None:  # the versions' own entry: the longest that any request for it may be
+            length = min(self.served()[name].max_model_len for name in self.split.weights)
+            entry = {"id": self.name, "parent": None, "max_model_len": length}
+            listed["data"].append(listed["data"][0] | entry)
+        return JSONResponse(listed)
+
     async def _through(self, request: Request) -> Response:
         """Hands a request on to its model's own endpoints; that stays open until it is answered."""
         body = await self._body(request)
@@ -43,6 +55,13 @@ class PoolServer(Server):
         except (ValueError, RecursionError):
             given = None  # which those endpoints tell
         name = given.get("model") if isinstance(given, dict) else None
+        if self.split is not None and name in (None, self.name) and isinstance(given, dict):
+            if request.path_params.get("action") == "split":
+                changes = {key: value for key, value in given.items() if key != "model"}
+                return JSONResponse(self.split.act(changes, self.served()))
+            if not request.path_params:
+                name = self.split.next()
+                body = json.dumps(given | {"model": name}).encode()
         if name is not None and request.path_params:  # /admin/…: actions have no argument of that name
             body = json.dumps({key: value for key, value in given.items() if key != "model"}).encode()
         name, llms = self.name if name is None else name, self.served()
