@@ -29,7 +29,7 @@ class ServeSection(Checked, section="serve"):
         drain_s: seconds that running requests have once the server is told to end.
         warmup: compile what requests of any length need before the first one, as a measurement wants it; else
             steps are compiled when they are first met.
-        models: name → overrides of the command line (`[model=tiny,engine.max_num_seqs=4]`): several models,
+        models: name → overrides of the command line (`serve.models.NAME=[model=tiny]`): several models,
             opened when they are first asked for.
         split: name of one of them → its share of the requests for `name`, which then names no model itself.
         memory_gb: 10^9 bytes of a device that they may take together; None: all may be open.
