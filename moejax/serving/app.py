@@ -28,6 +28,7 @@ from starlette.types import Send
 
 from moejax.core.errors import MoejaxError, RequestError, StepError, unknown
 from moejax.core.words import one_line
+from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
 from moejax.engine.requests.output import StreamChunk
@@ -86,17 +87,18 @@ class Server:
         engine: answers.
         config: limits and keys.
         name: of the model.
+        peers: what the engine needs, see `HealthMonitor`.
 
     Raises:
         ConfigError: a file of keys.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServeSection, name: str) -> None:
+    def __init__(self, engine: AsyncLLM, config: ServeSection, name: str, peers: Any = None) -> None:
         self.engine, self.config, self.name = engine, config, name
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
         self._keys, self._admin_keys = config.keys("api_keys_file"), config.keys("admin_keys_file")
-        self.monitor = HealthMonitor(engine.llm)
+        self.monitor = HealthMonitor(engine.llm, peers=peers)
 
     def close(self) -> None:
         """Ends what watches the engine."""
@@ -142,7 +144,7 @@ class Server:
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            return _error(*_told(error))
+            return refusal(error)
 
     # -- what a request has ------------------------------------------------------------------------------
 
@@ -192,10 +194,17 @@ class Server:
 
     # -- endpoints ---------------------------------------------------------------------------------------
 
+    def health(self) -> Health:
+        """Returns how what answers is."""
+        dead = Health("unhealthy", ("the engine's thread has ended",))
+        return self.monitor.health() if self.engine.alive else dead
+
+    def served(self) -> dict[str, LLM]:
+        """Returns the models by their names; some may have no values yet."""
+        return {self.name: self.engine.llm}
+
     async def _health(self, _: Request) -> Response:
-        health = self.monitor.health()
-        if not self.engine.alive:
-            health = Health("unhealthy", ("the engine's thread has ended",))
+        health = self.health()
         return JSONResponse(dataclasses.asdict(health), 503 if health.state == "unhealthy" else 200)
 
     async def _ready(self, _: Request) -> Response:
@@ -203,16 +212,15 @@ class Server:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        text = await asyncio.to_thread(render, {self.name: self.engine.llm})
+        text = await asyncio.to_thread(render, self.served())
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _models(self, _: Request) -> Response:
-        length = self.engine.llm.max_model_len
-        names = [(self.name, None), *((name, self.name) for name in self.engine.llm.adapters)]
         models = [
             {"id": name, "object": "model", "created": self.began, "owned_by": "moejax", "parent": parent,
-             "max_model_len": length}
-            for name, parent in names
+             "max_model_len": llm.max_model_len}
+            for own, llm in self.served().items()
+            for name, parent in [(own, None), *((name, own) for name in llm.adapters)]
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": models})
 
@@ -239,7 +247,10 @@ class Server:
             given = None
         if not isinstance(given, dict):
             raise RequestError("body: a JSON object is wanted")
-        return JSONResponse(await asyncio.to_thread(administer, self.engine.llm, action, given))
+        return JSONResponse(await self._act(action, given))
+
+    async def _act(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
+        return await asyncio.to_thread(administer, self.engine.llm, action, given)
 
     async def _completions(self, request: Request) -> Response:
         body = parse(CompletionBody, await self._body(request))
@@ -392,6 +403,11 @@ async def _merged(
 def _of(params: SamplingParams) -> SamplingParams:
     """Returns the parameters of a prompt: without a seed a new one; `LLM` would draw the same again."""
     return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(31))
+
+
+def refusal(error: Exception) -> Response:
+    """Returns the answer that tells of an error."""
+    return _error(*_told(error))
 
 
 def _first(error: Exception) -> Exception:

@@ -54,26 +54,33 @@ LATENCIES = dict(zip([name for name, (kind, *_) in METRICS.items() if kind == "h
     ("ttft", "itl", "tpot", "e2el", "queue"), strict=True))  # fmt: skip
 
 
-def render(llms: Mapping[str, Any]) -> bytes:
-    """Returns all metrics of engines (`LLM`, or what has one as `llm`) by their models' names. Engines that
-    are closed are left out."""
+def observe(llm: Any) -> tuple[list[tuple[str, list[str], float]], dict[str, tuple[np.ndarray, float]]]:
+    """Returns an engine's values and histograms. Raises `RequestError` if it is closed."""
+    return list(_values(llm)), llm.engine.recent.histograms()
+
+
+def render(llms: Mapping[Any, Any]) -> bytes:
+    """Returns all metrics of engines (`LLM`, what has one as `llm`, or what `observe` told) by their models'
+    names; of replicas by (model, replica), which are labels then. Engines that are closed are left out."""
     families: dict[str, Any] = {}
+    whose = ["model_name", *["replica"] * any(isinstance(name, tuple) for name in llms)]
     for name, (kind, own, means) in METRICS.items():
-        labels = ["model_name"] * (name != "energy_joules") + own.split(",") * bool(own)
+        labels = whose * (name != "energy_joules") + own.split(",") * bool(own)
         families[name] = _FAMILIES[kind](f"moejax:{name}", means, labels=labels)
-    for model, given in llms.items():
+    for key, given in llms.items():
+        model = key if isinstance(key, tuple) else (key,)
         llm = getattr(given, "llm", given)
         try:
-            values, observed = list(_values(llm)), llm.engine.recent.histograms()
+            values, observed = llm if isinstance(llm, tuple) else observe(llm)
         except RequestError:
             continue  # closed
         for name, others, value in values:
-            families[name].add_metric([model, *others], value)
+            families[name].add_metric([*model, *others], value)
         for name, latency in LATENCIES.items():
             counts, total = observed[latency]
             ends = [*map(floatToGoString, map(float, EDGES[latency])), "+Inf"]
             buckets = list(zip(ends, np.cumsum(counts).tolist(), strict=True))
-            families[name].add_metric([model], buckets=buckets, sum_value=total)
+            families[name].add_metric(model, buckets=buckets, sum_value=total)
     for counter, joules in (item for probe in device_probes() for item in probe.read().counters.items()):
         if joules is not None and counter.endswith("energy_j"):
             families["energy_joules"].add_metric([counter.partition("_")[0]], joules)
