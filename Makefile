@@ -55,7 +55,7 @@ endif
 # the other worker idle. The second call runs what is marked `optimized`, with
 # XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
 WORKERS ?= 2
-PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 FAST := not slow and not gpu and not gate and not oracle
 files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
 define both_lanes

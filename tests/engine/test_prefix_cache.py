@@ -108,7 +108,7 @@ def test_same_tokens(options: dict[str, Any], computed_whole: list[list[list[int
 @pytest.mark.parametrize(
     ("family", "kv_cache", "place"),
     slow_but(
-        [("deepseek_v3", "int8", "host")],
+        [],
         [
             (f, kv, place)
             for f in FAMILIES
@@ -239,6 +239,7 @@ def test_what_was_not_used_for_long_is_not_found(monkeypatch: pytest.MonkeyPatch
     assert found == [29, 29, 0]
 
 
+@pytest.mark.slow
 def test_a_replayed_trace_finds_nothing(tmp_path: Path):
     engine = dataclasses.replace(remembering(place="host"), capture_routing=True)
     llm = dummy(small_config())(engine)
@@ -282,7 +283,7 @@ def test_a_failed_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
     assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", slow_but([True], [True, False]))
 def test_the_host_reads_what_no_step_under_way_writes(overlap: bool, monkeypatch: pytest.MonkeyPatch):
     """By a program is copied what a step under way writes: the last block of what ends by a stop token."""
     prompts = [np.random.default_rng(i).integers(2, 95, 17).tolist() for i in range(6)]
