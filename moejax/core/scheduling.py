@@ -259,12 +259,6 @@ class SpeculationConfig(Checked, section="engine.speculation"):
                 f"{self._section}draft"
             )
 
-        if self.depth == "utility" and self.on_device:
-            raise ConfigError(
-                f"{self._section}depth=utility does not go with method={self.method}, whose drafts "
-                "cannot be judged without being made; use depth=fixed, or method=ngram or suffix"
-            )
-
     @property
     def most(self) -> int:
         """Most draft tokens of a sequence in a step; 0 without a method."""

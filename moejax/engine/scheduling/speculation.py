@@ -267,7 +267,7 @@ class Speculation:
             return [()] * len(sequences)
         found = [*map(self._propose, sequences)]
         for sequence, account, drafts in zip(sequences, accounts, found, strict=True):
-            if not account.open:
+            if not account.open and not self.utility.blind:
                 account.begin(sequence.tokens, drafts)
         chances = [account.chances(len(drafts)) for account, drafts in zip(accounts, found, strict=True)]
         counts = self.utility.choose(chances, budget)
@@ -286,7 +286,7 @@ class Speculation:
 
     def judge(self, sequences: Iterable[Sequence]) -> None:
         """Sets what was proposed for sequences beside the tokens that they have now."""
-        if self.utility is None:
+        if self.utility is None or self.utility.blind:
             return
         for sequence in sequences:
             if sequence.state is not State.FINISHED:
@@ -294,6 +294,18 @@ class Speculation:
                 account.see(sequence.tokens)
                 if account.due(sequence.tokens) and not self.utility.drafting and self.depth(sequence):
                     account.begin(sequence.tokens, self._propose(sequence))
+
+    def learn(self, plan: StepPlan) -> None:
+        """Takes note of which drafts of a plan were right, where it shows in that alone."""
+        if self.utility is None or not self.utility.blind or plan.chunks:
+            return
+        self.utility.stepped(bool(plan.drafts))
+        right: dict[Sequence, list[bool]] = {}
+        for row, draft in plan.drafts.items():
+            right.setdefault(plan.decodes[row], []).append(draft.accepted)
+        for sequence, accepted in right.items():
+            if sequence.state is not State.FINISHED:
+                self._account(sequence).take(len(accepted), sum(accepted))
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note that a sequence has ended."""
