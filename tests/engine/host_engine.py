@@ -69,7 +69,6 @@ class Limits:
     k: int = 0
     right: float = 1.0
     utility: bool = False
-    blind: bool = False
     kv_policy: KvPolicyConfig | None = None
     compacts: bool = False
     initial: int = 0
@@ -121,7 +120,7 @@ class HostEngine:
         self.scheduler = scheduler(self.allocator, *sizes, self.policy, self.windows, self.swap)
         self.scheduler.eviction = Eviction(self.allocator, self.windows, limits.kv_policy)
         self.scheduler.speculation, self.scheduler.compacts = drafts, limits.compacts
-        self.utility = Utility(limits.k, StepTimes(), limits.blind) if limits.utility else None
+        self.utility = Utility(limits.k, StepTimes()) if limits.utility else None
         self.pace: Callable[[int, bool], float] = lambda rows, alone: self.chance.uniform(1, 4)
         self.chance, self.alone = random.Random(1), deque[bool]()  # of launched steps, in their order
         if drafts is not None:

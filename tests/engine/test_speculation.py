@@ -14,6 +14,7 @@ from moejax.engine.scheduling import speculation
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, GroupPlan, StepPlan, draft_plans
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import NgramProposer, Speculation, SuffixProposer
+from moejax.engine.scheduling.utility import Utility
 from tests.engine.asks import Ask
 from tests.engine.host_engine import LOOPS, HostEngine, Limits, chunks_of, decodes_of
 from tests.examples import slow_but
@@ -158,8 +159,11 @@ def seconds_under_utility(
 ) -> float:
     """Returns the time in which requests of 512 tokens decode where `pace` tells that of a step, by its rows
     beyond one a sequence and by whether it is launched alone."""
-    limits = Limits(k=4, right=right, utility=True, blind=blind, num_blocks=2_000, overlap=True)
-    engine, seconds = HostEngine(limits), []
+    engine, seconds = HostEngine(Limits(k=4, right=right, utility=True, num_blocks=2_000, overlap=True)), []
+    speculation = engine.scheduler.speculation
+    assert speculation is not None and speculation.utility is not None
+    if blind:
+        engine.utility = speculation.utility = Utility(4, speculation.utility.times, blind=True)
 
     def timed(rows: int, alone: bool) -> float:
         seconds.append(pace(max(0, rows - requests), alone))
