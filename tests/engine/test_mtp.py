@@ -2,7 +2,9 @@
 sequences, wherever these have been, and change no token."""
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from moejax.nn.param import initialize, iter_params
 from tests.engine.paged import SCARCE, TIGHT, assert_clean, greedy, prompt, tight
 from tests.engine.test_speculative_engine import PREFIXED, STORED, check_equal, one_kind
 from tests.engine.tiny import main_config, small_config, write_model
-from tests.examples import slow_but
 from tests.model_shapes import GLM, LATENT
 
 MODELS: dict[str, ModelConfig] = {
@@ -64,8 +65,9 @@ def with_mtp(directory: Path, config: ModelConfig) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: with_mtp(tmp_path_factory.mktemp(name), config) for name, config in MODELS.items()}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where one of the models is."""
+    return functools.cache(lambda name: with_mtp(tmp_path_factory.mktemp(name), MODELS[name]))
 
 
 def drafting(engine: EngineConfig, **fields: Any) -> EngineConfig:
@@ -81,10 +83,11 @@ class Reference:
         self.length = length
         graph, state = nnx.split((model, layer))
 
-        def run(state: Any, ids: jax.Array, known: jax.Array, drafts: jax.Array) -> jax.Array:
+        def run(state: Any, ids: jax.Array, known: jax.Array, drafts: jax.Array) -> Any:
             model, layer = nnx.merge(graph, state)
             positions = jnp.arange(length, dtype=jnp.int32)[None]
             hidden, *_ = model.run(model.embed(ids), positions)
+            token = model.logits(hidden[0, known - 1]).argmax()
             after = jnp.roll(ids, -1, axis=1)
             for i in range(3):  # what stands in the place of each further draft is the layer's own
                 out, *_ = layer.run(layer.join(after, hidden), positions)
@@ -92,15 +95,33 @@ class Reference:
                 drafts = drafts.at[i].set(layer.logits(out[0, place]).argmax().astype(jnp.int32))
                 hidden = hidden.at[0, place + 1].set(out[0, place])
                 after = after.at[0, place + 1].set(drafts[i])
-            return drafts
+            return token, drafts
 
         self._run = jax.jit(lambda *given: run(state, *given))
 
-    def drafts(self, ids: list[int]) -> list[int]:
-        """The likeliest of the next drafts' tokens, greedily."""
+    def next(self, ids: list[int]) -> tuple[int, list[int]]:
+        """The likeliest token, and what is drafted after the one before it, the likeliest ones."""
         padded = np.zeros((1, self.length), np.int32)
         padded[0, : len(ids)] = ids
-        return np.asarray(self._run(padded, np.int32(len(ids)), np.zeros(3, np.int32))).tolist()
+        token, drafts = self._run(padded, np.int32(len(ids)), np.zeros(3, np.int32))
+        return int(token), np.asarray(drafts).tolist()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """What greedy sequences had, and what was drafted for them then."""
+    made: list[tuple[list[int], list[int]]] = []
+    accept = Speculation.accept
+
+    def noted(self: Speculation, plan: Any, row: int) -> bool:
+        draft, sequence = plan.drafts[row], plan.decodes[row]
+        if len(draft.tokens) == 1 and sequence.params.greedy and not sequence.params.logit_bias:
+            drafts = [draft.token for r, draft in plan.drafts.items() if plan.decodes[r] is sequence]
+            made.append((list(sequence.tokens[:-1]), drafts))
+        return accept(self, plan, row)
+
+    monkeypatch.setattr(Speculation, "accept", noted)
+    return made
 
 
 CASES: dict[str, EngineConfig] = {
@@ -113,44 +134,44 @@ CASES: dict[str, EngineConfig] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "k"),
-    slow_but(
-        [("glm4_moe", "preempting", 3)],
-        [(model, name, k) for model in MODELS for name in CASES for k in (1, 3)],
-    ),
-)
-def test_tokens_are_those_without_drafts(
-    model: str, name: str, k: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[list[int], list[int]]] = []
-    accept = Speculation.accept
+def test_drafts_are_the_layer_s_own_and_tokens_the_model_s(folder: Any, made: Any) -> None:
+    """In chunks, beside others, computed again after a preemption."""
+    llm = LLM(folder("glm4_moe"), engine=drafting(dataclasses.replace(SCARCE, num_blocks=10, max_num_seqs=2)))
+    llm.runner.builder.warm_owners = llm.runner.drafter.builder.warm_owners = [4]
+    outs, reference = llm.generate(PROMPTS[:3], greedy(15)), Reference(llm)
+    for out in outs:
+        ids = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+        for end in range(len(out.prompt_token_ids), len(ids)):
+            assert reference.next(ids[:end])[0] == ids[end]
+    assert llm.stats()["drafted"] > 20 and llm.stats()["preemptions"] > 0
+    for known, drafts in made:
+        assert drafts == reference.next(known)[1][: len(drafts)]
+    assert_clean(llm)
 
-    def noted(self: Speculation, plan: Any, row: int) -> bool:
-        draft, sequence = plan.drafts[row], plan.decodes[row]
-        if len(draft.tokens) == 1 and sequence.params.greedy and not sequence.params.logit_bias:
-            drafts = [draft.token for r, draft in plan.drafts.items() if plan.decodes[r] is sequence]
-            made.append((list(sequence.tokens[:-1]), drafts))
-        return accept(self, plan, row)
 
-    monkeypatch.setattr(Speculation, "accept", noted)
-    plain = LLM(folders[model], engine=CASES[name])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_those_without_drafts(model: str, name: str, k: int, folder: Any, made: Any) -> None:
+    plain = LLM(folder(model), engine=CASES[name])
     want = one_kind(plain, PARAMS).generate(PROMPTS, PARAMS)
     llm = one_kind(plain.variant(drafting(CASES[name], k=k)), PARAMS)
     check_equal(llm.generate(PROMPTS, PARAMS), want)
     stats, reference = llm.stats(), Reference(llm)
     assert stats["drafted"] > 20 and made
     assert (stats["preemptions"] > 0) == (CASES[name].num_blocks == SCARCE.num_blocks)
-    for known, drafts in made:
-        assert drafts == reference.drafts(known)[: len(drafts)]
+    if "prefixes" not in name:  # where a shared block's last position may be another sequence's
+        for known, drafts in made:
+            assert drafts == reference.next(known)[1][: len(drafts)]
     assert_clean(llm)
 
 
 def test_the_layer_is_read_when_it_drafts_and_only_then(
-    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+    folder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        plain = LLM(folders["glm4_moe"], engine=TIGHT)
+        plain = LLM(folder("glm4_moe"), engine=TIGHT)
         assert "passed over model.layers.1, which predict further tokens" in caplog.text
         caplog.clear()
         llm = plain.variant(drafting(TIGHT))
@@ -165,9 +186,9 @@ def test_the_layer_is_read_when_it_drafts_and_only_then(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_a_warm_up_compiles_all_and_new_weights_are_shared(acceptance: Any, folders: dict[str, Path]) -> None:
+def test_a_warm_up_compiles_all_and_new_weights_are_shared(acceptance: Any, folder: Any) -> None:
     engine = tight(max_num_batched_tokens=16, strict_compile=True, seq_buckets=None, token_buckets=None)
-    plain = LLM(folders["glm4_moe"], engine=engine)
+    plain = LLM(folder("glm4_moe"), engine=engine)
     params = [greedy(12), greedy(9, n=2), greedy(12, min_tokens=4, ignore_eos=False)]
     llm = plain.variant(drafting(engine, acceptance=acceptance))
     llm.warmup(max_total_len=32, sampling_params=params)
