@@ -52,20 +52,18 @@ class MtpFunctions(PagedFunctions):
             given: after the model's step what that put out, `[S + T, D]` and sampled int32 `[S]`; else None.
         """
         batch, model = unpack(buffer, key, limits), cast(MtpDecoder, self.merge(leaves))
-        assert state.hidden is not None
+        kept = state.hidden
+        assert kept is not None
         if key.draft == FOLLOWS:
             hidden, sampled = given
             tokens = known_tokens(flat_tokens(batch, batch.token), sampled)
         else:  # the place of a draft is that of what was put out beside it
-            hidden, tokens = (
-                state.hidden[jnp.maximum(-1 - batch.token, 0)],
-                known_tokens(batch.token, state.last),
-            )
-        x, state, *_ = self.run(model, model.join(tokens, hidden), batch, state, None, limits)
+            hidden, tokens = kept[jnp.maximum(-1 - batch.token, 0)], known_tokens(batch.token, state.last)
+        x, state, *_ = self.compute(model, model.join(tokens, hidden), batch, state, None, limits)
         state, *_ = finish(model, x, batch, tokens[: key.rows], state, key)
         places = jnp.where(batch.sample != 0, batch.slot, limits.places)
-        rows = state.hidden.at[places].set(x[batch.logit, 0], mode="drop")
-        return state._replace(hidden=rows), PagedOutput(None, None, None, None)
+        kept = kept.at[places].set(x[batch.logit, 0], mode="drop")
+        return state._replace(hidden=kept), PagedOutput(None, None, None, None)
 
 
 class MtpRunner(DeviceRunner):

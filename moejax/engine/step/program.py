@@ -117,7 +117,8 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        x, state, traces, mass = self.run(model, x, batch, state, None if key.draft else batch.replay, limits)
+        replay = None if key.draft else batch.replay
+        x, state, traces, mass = self.compute(model, x, batch, state, replay, limits)
         if key.draft:
             if key.draft != FOLLOWS:
                 state, *_ = finish(model, x, batch, token, state, key)
@@ -137,7 +138,7 @@ class PagedFunctions(ModelFunctions):
         left = x[:, 0] if limits.mtp else None
         return state, PagedOutput(sampled, counts, overflow, prompt, captured, left, decoded, mass)
 
-    def run(
+    def compute(
         self,
         model: Decoder,
         x: jax.Array,
