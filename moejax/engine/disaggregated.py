@@ -304,7 +304,7 @@ def prepare(llm: LLM, saving: bool) -> tuple[str, list[tuple[tuple[int, ...], st
         "engine.experts.resident": llm._weights.tiers is not None,
         "engine.adapters.slots": engine.adapters.slots,
         "engine.capture_routing or a replayed trace": engine.capture_routing or builder.replay is not None,
-        "engine.speculation.method=draft": resolved.draft is not None,
+        f"engine.speculation.method={engine.speculation.method}": resolved.draft is not None,
         "engine.speculation.acceptance=rejection": builder.rejection,
         "engine.deterministic, whose bits are one layout's": engine.deterministic != "none",
         "limited capacity or routing by batch": builder.limited,
