@@ -3,6 +3,8 @@
 python -m experiments.serve model=tiny serve.port=8000
 """
 
+from dataclasses import replace
+
 from experiments.launch.app import run_experiment
 from experiments.launch.schema import ServeConfig
 
@@ -10,13 +12,15 @@ from experiments.launch.schema import ServeConfig
 def main(config: ServeConfig) -> None:
     from experiments.launch.model import open_llm
     from moejax.core.errors import ConfigError
+    from moejax.serving.tenants import Tenants, read_keys
 
     try:
         from moejax.serving.run import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'moejax[serve]'") from None
-    for field in ("api_keys_file", "admin_keys_file"):  # before weights are read
-        config.serve.keys(field)
+    if config.serve.admin_keys_file is not None:  # before weights are read
+        read_keys("admin_keys_file", config.serve.admin_keys_file)
+    config = replace(config, engine=Tenants(config.serve.api_keys_file).engine(config.engine))
     with open_llm(config) as llm:
         name = config.serve.name or (llm.model_dir.name if llm.model_dir else llm.config.family)
 

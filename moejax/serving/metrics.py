@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 from moejax.core.errors import RequestError
 from moejax.engine.recent import EDGES
 from moejax.serving.health import device_probes
+from moejax.serving.tenants import Tenants
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FAMILIES = {
@@ -48,18 +49,24 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "expert_load": ("gauge", "layer,expert", "share of a layer's assignments in the window of `track_load`"),
     "routing_skew": ("gauge", "layer", "load of the busiest expert over the mean, in that window"),
     "energy_joules": ("counter", "device", "energy of a GPU or of the CPU's packages, where it is told"),
+    "tenant_num_requests_running": ("gauge", "tenant", "requests of a tenant that run or wait"),
+    "tenant_requests": ("counter", "tenant", "requests of a tenant that were let in"),
+    "tenant_requests_refused": ("counter", "tenant,quota", "requests of a tenant that a quota refused"),
+    "tenant_tokens": ("counter", "tenant,kind", "tokens of a tenant's requests that have ended"),
+    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "the same by tenant, at the request's end"),
 }
-"""Name → type, labels beside `model_name` (but of energy, which is a machine's), meaning."""
-LATENCIES = dict(zip([name for name, (kind, *_) in METRICS.items() if kind == "histogram"],
+"""Name → type, labels beside `model_name` (but of energy and tenants, which are a machine's and a server's),
+meaning."""
+LATENCIES = dict(zip([name for name, (kind, own, _) in METRICS.items() if kind == "histogram" and not own],
     ("ttft", "itl", "tpot", "e2el", "queue"), strict=True))  # fmt: skip
 
 
-def render(llms: Mapping[str, Any]) -> bytes:
-    """Returns all metrics of engines (`LLM`, or what has one as `llm`) by their models' names. Engines that
-    are closed are left out."""
+def render(llms: Mapping[str, Any], tenants: Tenants | None = None) -> bytes:
+    """Returns all metrics of engines (`LLM`, or what has one as `llm`) by their models' names, and of a
+    server's tenants. Engines that are closed are left out."""
     families: dict[str, Any] = {}
     for name, (kind, own, means) in METRICS.items():
-        labels = ["model_name"] * (name != "energy_joules") + own.split(",") * bool(own)
+        labels = ["model_name"] * ("energy" not in name and "tenant" not in own) + own.split(",") * bool(own)
         families[name] = _FAMILIES[kind](f"moejax:{name}", means, labels=labels)
     for model, given in llms.items():
         llm = getattr(given, "llm", given)
@@ -70,15 +77,28 @@ def render(llms: Mapping[str, Any]) -> bytes:
         for name, others, value in values:
             families[name].add_metric([model, *others], value)
         for name, latency in LATENCIES.items():
-            counts, total = observed[latency]
-            ends = [*map(floatToGoString, map(float, EDGES[latency])), "+Inf"]
-            buckets = list(zip(ends, np.cumsum(counts).tolist(), strict=True))
-            families[name].add_metric([model], buckets=buckets, sum_value=total)
+            families[name].add_metric([model], *_buckets(latency, *observed[latency]))
+    for tenant, stats in ({} if tenants is None else tenants.stats).items():
+        if tenant:
+            families["tenant_num_requests_running"].add_metric([tenant], stats.running)
+            families["tenant_requests"].add_metric([tenant], stats.admitted)
+            for quota, count in list(stats.refused.items()):
+                families["tenant_requests_refused"].add_metric([tenant, quota], count)
+            for kind, count in list(stats.tokens.items()):
+                families["tenant_tokens"].add_metric([tenant, kind], count)
+            told = _buckets("ttft", stats.ttft, stats.ttft_s)
+            families["tenant_time_to_first_token_seconds"].add_metric([tenant], *told)
     for counter, joules in (item for probe in device_probes() for item in probe.read().counters.items()):
         if joules is not None and counter.endswith("energy_j"):
             families["energy_joules"].add_metric([counter.partition("_")[0]], joules)
     registry: Any = SimpleNamespace(collect=families.values)
     return generate_latest(registry)
+
+
+def _buckets(latency: str, counts: np.ndarray, total: float) -> tuple[list[tuple[str, int]], float]:
+    """Returns a histogram's cumulative buckets, and its sum in seconds."""
+    ends = [*map(floatToGoString, map(float, EDGES[latency])), "+Inf"]
+    return list(zip(ends, np.cumsum(counts).tolist(), strict=True)), total
 
 
 def _values(llm: Any) -> Iterator[tuple[str, list[str], float]]:
