@@ -139,8 +139,8 @@ class Server:
         return Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
     async def _answer(self, request: Request, handler: Any, keys: dict[bytes, str] | None) -> Response:
-        """Runs a handler for whoever may ask it; each mistake is a line, each defect is logged. What a handler
-        enters into `request.state.ends` is left at the answer's end."""
+        """Runs a handler for whoever may ask it; each mistake is a line, each defect is logged. Contexts in
+        `request.state.ends` are left at the answer's end."""
         try:
             with contextlib.ExitStack() as ends:
                 request.state.tenant = "" if keys is None else keys[_known_key(request, keys)]

@@ -53,7 +53,7 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "tenant_requests": ("counter", "tenant", "requests of a tenant that were let in"),
     "tenant_requests_refused": ("counter", "tenant,quota", "requests of a tenant that a quota refused"),
     "tenant_tokens": ("counter", "tenant,kind", "tokens of a tenant's requests that have ended"),
-    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "the same by tenant, at the request's end"),
+    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "arrival to the first token, of ended requests"),
 }
 """Name → type, labels beside `model_name` (but of energy and tenants, which are a machine's and a server's),
 meaning."""
