@@ -18,8 +18,7 @@ def main(config: ServeConfig) -> None:
         from moejax.serving.run import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'moejax[serve]'") from None
-    if config.serve.admin_keys_file is not None:  # before weights are read
-        read_keys("admin_keys_file", config.serve.admin_keys_file)
+    read_keys("admin_keys_file", config.serve.admin_keys_file)  # before weights are read
     config = replace(config, engine=Tenants(config.serve.api_keys_file).engine(config.engine))
     with open_llm(config) as llm:
         name = config.serve.name or (llm.model_dir.name if llm.model_dir else llm.config.family)

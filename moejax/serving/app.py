@@ -17,7 +17,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -101,8 +101,8 @@ class Server:
         self.engine, self.config, self.name = engine, config, name
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
-        self.tenants, admin = Tenants(config.api_keys_file), config.admin_keys_file
-        self._admin_keys = None if admin is None else dict.fromkeys(read_keys("admin_keys_file", admin), "")
+        self.tenants = Tenants(config.api_keys_file)
+        self._admin_keys = read_keys("admin_keys_file", config.admin_keys_file)
         self.monitor = HealthMonitor(engine.llm)
 
     def close(self) -> None:
@@ -139,10 +139,9 @@ class Server:
         return Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
     async def _answer(self, request: Request, handler: Any, keys: dict[bytes, str] | None) -> Response:
-        """Runs a handler for whoever may ask it; each mistake is a line, each defect is logged. Contexts in
-        `request.state.ends` are left at the answer's end."""
+        """Runs a handler for whoever may ask it; each mistake is a line, each defect is logged."""
         try:
-            with contextlib.ExitStack() as ends:
+            with contextlib.ExitStack() as ends:  # left at the answer's end
                 request.state.tenant = "" if keys is None else keys[_known_key(request, keys)]
                 request.state.ends = ends
                 response: Response = await handler(request)
@@ -207,8 +206,7 @@ class Server:
 
         drawn = (params.best_of or params.n) / params.n
         charged = self.tenants.charged(request.state.tenant, len(prompts), most, drawn)
-        outputs: list[RequestOutput] = request.state.ends.enter_context(charged)
-        return outputs
+        return cast(list[RequestOutput], request.state.ends.enter_context(charged))
 
     def _check_room(self, requests: int) -> None:
         if not self.ready:
@@ -342,12 +340,9 @@ class Server:
     ) -> None:  # fmt: skip
         """Completes all prompts, into `outputs` in their order; where one fails the others end, too."""
         async with asyncio.TaskGroup() as group:
+            more: dict[str, Any] = {"options": options, "wait": False, "on_begin": outputs.append}
             for prompt in prompts:
-                group.create_task(
-                    self.engine.generate(
-                        prompt, _of(params), options=options, wait=False, on_begin=outputs.append
-                    )
-                )
+                group.create_task(self.engine.generate(prompt, _of(params), **more))
 
     async def _while_connected(self, request: Request, answer: Awaitable[Any]) -> Any:
         """Awaits an answer, and gives it up once nobody waits for it any more."""

@@ -49,14 +49,12 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "expert_load": ("gauge", "layer,expert", "share of a layer's assignments in the window of `track_load`"),
     "routing_skew": ("gauge", "layer", "load of the busiest expert over the mean, in that window"),
     "energy_joules": ("counter", "device", "energy of a GPU or of the CPU's packages, where it is told"),
-    "tenant_num_requests_running": ("gauge", "tenant", "requests of a tenant that run or wait"),
     "tenant_requests": ("counter", "tenant", "requests of a tenant that were let in"),
     "tenant_requests_refused": ("counter", "tenant,quota", "requests of a tenant that a quota refused"),
     "tenant_tokens": ("counter", "tenant,kind", "tokens of a tenant's requests that have ended"),
-    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "arrival to the first token, of ended requests"),
+    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "arrival to the first token, by tenant"),
 }
-"""Name → type, labels beside `model_name` (but of energy and tenants, which are a machine's and a server's),
-meaning."""
+"""Name → type, labels beside `model_name` (but of energy, a machine's, and tenants, a server's), meaning."""
 LATENCIES = dict(zip([name for name, (kind, own, _) in METRICS.items() if kind == "histogram" and not own],
     ("ttft", "itl", "tpot", "e2el", "queue"), strict=True))  # fmt: skip
 
@@ -80,14 +78,13 @@ def render(llms: Mapping[str, Any], tenants: Tenants | None = None) -> bytes:
             families[name].add_metric([model], *_buckets(latency, *observed[latency]))
     for tenant, stats in ({} if tenants is None else tenants.stats).items():
         if tenant:
-            families["tenant_num_requests_running"].add_metric([tenant], stats.running)
             families["tenant_requests"].add_metric([tenant], stats.admitted)
             for quota, count in list(stats.refused.items()):
                 families["tenant_requests_refused"].add_metric([tenant, quota], count)
             for kind, count in list(stats.tokens.items()):
                 families["tenant_tokens"].add_metric([tenant, kind], count)
-            told = _buckets("ttft", stats.ttft, stats.ttft_s)
-            families["tenant_time_to_first_token_seconds"].add_metric([tenant], *told)
+            family = families["tenant_time_to_first_token_seconds"]
+            family.add_metric([tenant], *_buckets("ttft", stats.ttft, stats.ttft_s))
     for counter, joules in (item for probe in device_probes() for item in probe.read().counters.items()):
         if joules is not None and counter.endswith("energy_j"):
             families["energy_joules"].add_metric([counter.partition("_")[0]], joules)

@@ -6,8 +6,6 @@ for each tenant:
     [gold]
     keys = ["sk-1", "sk-2"]
     weight = 4                  # `Tenant`'s fields are the engine's scheduler's: what is over them waits
-    max_blocks = 256
-    slo_class = "interactive"
     requests_per_minute = 600   # the server's own: what is over them is refused
     tokens_per_minute = 200_000
 
@@ -15,13 +13,12 @@ It knows nothing of HTTP. No JAX here.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 import tomllib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +31,7 @@ from moejax.core.words import one_line
 from moejax.engine.recent import EDGES
 from moejax.engine.requests.api import RequestOptions, RequestOutput
 
-MOST_LABELS = 100
-"""Tenants with a label of their own in metrics, the file's first ones; the others are told together."""
+MOST_LABELS = 100  # of a tenant's own in metrics, by their order in the file; the others are "other"
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class ServedTenant(Tenant, section="tenant"):
 class QuotaExceeded(RequestError):
     """A request over its tenant's quota, which may come again after `retry_s` seconds."""
 
-    def __init__(self, message: str, retry_s: float) -> None:
+    def __init__(self, message: str, retry_s: int) -> None:
         super().__init__(message)
         self.retry_s = retry_s
 
@@ -87,10 +83,9 @@ class Window:
 
 @dataclass
 class Stats:
-    """Sums for metrics: requests that run, were let in, and were refused by quota; tokens by kind; times to
-    the first token in the buckets of `EDGES`."""
+    """Sums for metrics: requests let in, and refused by quota; tokens by kind; times to the first token by
+    the buckets of `EDGES`."""
 
-    running: int = 0
     admitted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -135,12 +130,10 @@ class Tenants:
 
     def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self.clock = path, clock
-        self.keys: dict[bytes, str] | None = None
-        tenants = {"": ServedTenant()}
         if path is not None and path.endswith(".toml"):
             self.keys, tenants = _read_tables(path)
-        elif path is not None:
-            self.keys = dict.fromkeys(read_keys("api_keys_file", path), "")
+        else:
+            self.keys, tenants = read_keys("api_keys_file", path), {"": ServedTenant()}
         self.stats: dict[str, Stats] = {}
         self.accounts: dict[str, Account] = {}
         for name, tenant in tenants.items():
@@ -148,11 +141,8 @@ class Tenants:
             self.accounts[name] = Account(tenant, self.stats.setdefault(label, Stats()))
 
     def engine(self, engine: EngineConfig) -> EngineConfig:
-        """Returns the engine's settings with these tenants in `engine.scheduling.tenants`.
-
-        Raises:
-            ConfigError: one is there already, or asks for what the engine does not do.
-        """
+        """Returns the engine's settings with these tenants in `engine.scheduling.tenants`. Raises
+        `ConfigError` where one is there already, or asks for what the engine does not do."""
         known = engine.scheduling
         tenants = {name: account.tenant for name, account in self.accounts.items() if name}
         for name, tenant in tenants.items():
@@ -165,18 +155,14 @@ class Tenants:
                 raise ConfigError(f"{where}: weight counts under engine.policy=fair alone; set that")
             if tenant.isolated and engine.speculation.method == "suffix":
                 raise ConfigError(f"{where}: isolated, but engine.speculation.method=suffix drafts from all")
-        fields = [f.name for f in dataclasses.fields(Tenant)]
-        plain = {name: Tenant(**{key: getattr(t, key) for key in fields}) for name, t in tenants.items()}
-        return dataclasses.replace(
-            engine, scheduling=dataclasses.replace(known, tenants=known.tenants | plain)
-        )
+        return replace(engine, scheduling=replace(known, tenants={**known.tenants, **tenants}))
 
     def options(self, name: str, asked: RequestOptions) -> RequestOptions:
         """Returns a request's options as its tenant's; raises `RequestError` for a class that is not its."""
         own = self.accounts[name].tenant.slo_class
         if own is not None and asked.slo_class not in (None, own):
             raise RequestError(f"slo_class is {own!r} for this key; leave it out")
-        return dataclasses.replace(asked, tenant=name, slo_class=own or asked.slo_class)
+        return replace(asked, tenant=name, slo_class=own or asked.slo_class)
 
     @contextlib.contextmanager
     def charged(
@@ -196,42 +182,41 @@ class Tenants:
         account, now = self.accounts[name], self.clock()
         tenant, stats = account.tenant, account.stats
         whole = tokens() if tenant.tokens_per_minute is not None else 0
-        for key, amount, window in (
-            ("max_requests", requests, None),
-            ("requests_per_minute", requests, account.requests),
-            ("tokens_per_minute", whole, account.tokens),
+        for key, amount, waits in (
+            ("max_requests", requests, lambda n, most: float(account.running + n > most)),
+            ("requests_per_minute", requests, lambda n, most: account.requests.wait_s(n, most, now)),
+            ("tokens_per_minute", whole, lambda n, most: account.tokens.wait_s(n, most, now)),
         ):
             if (most := getattr(tenant, key)) is None:
                 continue
             if amount > most:
-                raise RequestError(
-                    f"a body that counts as {amount} is over {key}={most} of this key; ask less"
-                )
-            free = account.running + amount <= most
-            if (wait := (0.0 if free else 1.0) if window is None else window.wait_s(amount, most, now)) > 0:
+                raise RequestError(f"a body counts as {amount}, over {key}={most} of this key; ask for less")
+            if (wait := math.ceil(waits(amount, most))) > 0:
                 stats.refused[key] += requests
-                seconds = math.ceil(wait)
-                raise QuotaExceeded(f"over {key}={most} of this key; try again in {seconds} s", seconds)
+                raise QuotaExceeded(f"over {key}={most} of this key; try again in {wait} s", wait)
         if tenant.requests_per_minute is not None:
             account.requests.add(requests, now)
         charge = account.tokens.add(whole, now) if whole else [now, 0]
-        account.running, stats.running = account.running + requests, stats.running + requests
+        account.running += requests
         stats.admitted += requests
         outputs = list[RequestOutput]()
         try:
             yield outputs
         finally:
-            account.running, stats.running = account.running - requests, stats.running - requests
+            account.running -= requests
             counts = [stats.count(output) for output in outputs]
             charge[1] = sum(prompt + made * drawn for prompt, made in counts)
 
 
-def read_keys(field: str, path: str) -> list[bytes]:
-    """Returns the keys of a file with one a line; raises `ConfigError` where it has none to be read."""
+def read_keys(field: str, path: str | None) -> dict[bytes, str] | None:
+    """Returns the keys of a file with one a line, of a tenant without a name; None without a file. Raises
+    `ConfigError` where it cannot be read or has none."""
+    if path is None:
+        return None
     keys = [line.strip().encode() for line in _read(field, path).split("\n") if line.strip()]
     if not keys:
         raise ConfigError(f"serve.{field}={path} has no key; write one a line, or leave the setting out")
-    return keys
+    return dict.fromkeys(keys, "")
 
 
 def _read(field: str, path: str) -> str:
@@ -241,27 +226,22 @@ def _read(field: str, path: str) -> str:
         raise ConfigError(f"serve.{field}={path}: cannot be read ({error})") from None
 
 
-def _read_tables(path: str) -> tuple[dict[bytes, str], dict[str, ServedTenant]]:
+def _read_tables(path: str) -> tuple[dict[bytes, str] | None, dict[str, ServedTenant]]:
     """Returns key → tenant, and tenants by name."""
-    where, keys, tenants = f"serve.api_keys_file={path}", dict[bytes, str](), dict[str, ServedTenant]()
+    text, place = _read("api_keys_file", path), ""
+    keys, tenants = dict[bytes, str](), dict[str, ServedTenant]()
     try:
-        tables = tomllib.loads(_read("api_keys_file", path))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is no TOML: {one_line(error)}") from None
-    for name, table in (tables or {"NAME": {}}).items():
-        own = table.pop("keys", None) if isinstance(table, dict) else None
-        if not (
-            name
-            and isinstance(own, list)
-            and own
-            and all(isinstance(key, str) and key.strip() for key in own)
-        ):
-            raise ConfigError(f'{where}: [{name}] must be a table with keys = ["KEY", ...]')
-        for key in own:
-            if keys.setdefault(key.strip().encode(), name) != name:
-                raise ConfigError(f"{where}: a key of [{name}] is another tenant's, too")
-        try:
+        for name, table in (tomllib.loads(text) or {"NAME": {}}).items():
+            place = f"[{name}]: "
+            if not (name and isinstance(table, dict)):
+                raise ConfigError("it must be a table with a name")
+            own = table.pop("keys", None)
+            if not (own and isinstance(own, list) and all(isinstance(k, str) and k.strip() for k in own)):
+                raise ConfigError('keys must be a list of texts such as ["KEY"]')
+            for key in own:
+                if keys.setdefault(key.strip().encode(), name) != name:
+                    raise ConfigError("a key of it is another tenant's, too")
             tenants[name] = ServedTenant(**table)
-        except MoejaxError as error:
-            raise ConfigError(f"{where}: [{name}]: {one_line(error)}") from None
+    except (tomllib.TOMLDecodeError, MoejaxError) as error:
+        raise ConfigError(f"serve.api_keys_file={path}: {place}{one_line(error)}") from None
     return keys, tenants

@@ -22,7 +22,7 @@ from tests.engine.tiny import PROPERTY, small_config
 from tests.serving.stub import request, serve, stub
 
 ROOT = Path(__file__).parents[2]
-SERVED = Stats(1, 2, Counter(max_requests=3), Counter(prompt=4))
+SERVED = Stats(2, Counter(max_requests=3), Counter(prompt=4))
 ENDS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 

@@ -379,7 +379,7 @@ def test_tenants_and_their_quotas(llm: LLM, tmp_path: Path) -> None:
             body = {"prompt": [1], "max_tokens": 60, "stream": True}
             client.post("/v1/completions", json=body, headers={"Authorization": "Bearer k1"})
         began = time.monotonic()
-        while server.tenants.stats["gold"].running:
+        while server.tenants.accounts["gold"].running:
             assert time.monotonic() - began < 30
             time.sleep(0.01)
         llm.unpause()

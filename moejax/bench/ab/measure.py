@@ -95,8 +95,7 @@ class TrafficLoad:
     of users. Members are those of `BatchLoad`.
 
     Args:
-        tenant: whose requests metrics and tokens are of; None: all.
-        alone: the backends that are sent this tenant's requests only.
+        tenant, alone: see `AbSection`, with backends for variants.
 
     Raises:
         ConfigError: a request that does not fit a backend's model or cache, a tenant without any, or the
@@ -121,10 +120,9 @@ class TrafficLoad:
             dataclasses.replace(asked, follows=None if asked.follows is None else place - 1)
             for place, asked in enumerate(own)
         ]
-        if not self.own:
-            raise ConfigError(
-                f"ab.tenant: {unknown('tenant', str(tenant), {r.options.tenant for r in self.plan})}"
-            )
+        if not own:
+            known = sorted({asked.options.tenant for asked in self.plan})
+            raise ConfigError(f"ab.tenant: {unknown('tenant', str(tenant), known)}")
         self.cases: list[dict[str, Any]] = [
             {**plan_fields(self.plan, load), "batch_size": len(self.own)} for load in self.loads
         ]

@@ -66,11 +66,10 @@ def run_ab(
     arms = [arms[0], _control(arms[0]), *arms[1:]]
     backends = [arm.backend for arm in arms]
     alone = [arm.backend for arm in arms if (arm.shares if arm.name == CONTROL else arm.name) in ab.alone]
-    load: Load = (
-        BatchLoad(workload, backends)
-        if isinstance(workload, WorkloadConfig)
-        else TrafficLoad(workload, backends, ab.tenant, alone)
-    )
+    if isinstance(workload, WorkloadConfig):
+        load: Load = BatchLoad(workload, backends)
+    else:
+        load = TrafficLoad(workload, backends, ab.tenant, alone)
     check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
     if ab.mismatch:
         check_mismatch(arms, load)
