@@ -22,6 +22,7 @@ from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.common.agreement import token_agreement
 from moejax.bench.traffic import Lengths, RequestKind, ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
+from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.report.ab import ab_lines
@@ -320,13 +321,17 @@ def test_traffic_is_measured_too(tmp_path, monkeypatch, more):
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_figures_of_one_tenant_with_and_without_the_others(tmp_path: Path, turns: int) -> None:
+def test_figures_of_one_tenant_with_and_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
     """What the others cost it is seen, and its tokens are compared with its own alone."""
-    clock = VirtualClock()
+    clock, two = VirtualClock(), EngineConfig(max_num_seqs=2)
+    timed = functools.partial(measure.drive, clock=clock, sleep=clock.sleep)
+    monkeypatch.setattr(measure, "drive", timed)
     mix = {"victim": RequestKind(share=2.0), "neighbour": RequestKind(output_len=12)}
     workload = ThroughputWorkload(num_requests=12, prompt_len=6, output_len=4, mix=mix, turns=turns)
     arms = [
-        Arm(name, [], MoejaxBackend(FakeLLM(clock=clock, advance=clock.advance, step_s=0.01, max_num_seqs=2)))
+        Arm(name, [], MoejaxBackend(FakeLLM(two, clock=clock, advance=clock.advance)))
         for name in ("alone", "beside")
     ]
     ab = AbSection(
