@@ -3,6 +3,8 @@
 python -m experiments.serve model=tiny serve.port=8000
 """
 
+from dataclasses import replace
+
 from experiments.launch.app import run_experiment
 from experiments.launch.schema import ServeConfig
 
@@ -11,6 +13,7 @@ def main(config: ServeConfig) -> None:
     from experiments.launch.model import arguments, open_llm
     from experiments.launch.variants import compose_models
     from moejax.core.errors import ConfigError
+    from moejax.serving.tenants import Tenants, read_keys
 
     section = config.serve
     try:
@@ -28,11 +31,13 @@ def main(config: ServeConfig) -> None:
         body = f'{{"model": "{name}", "prompt": "The function returns", "max_tokens": 16}}'
         print(f"curl {address}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
-    for field in ("api_keys_file", "admin_keys_file"):  # before weights are read
-        section.keys(field)
+    read_keys("admin_keys_file", section.admin_keys_file)  # before weights are read
+    tenants = Tenants(section.api_keys_file)
     if section.models:
-        models = {name: arguments(own) for name, own in compose_models(config).items()}
+        each = {name: arguments(own) for name, own in compose_models(config).items()}
+        models = {name: own | {"engine": tenants.engine(own["engine"])} for name, own in each.items()}
         return serve(serving_models(models, section), section, ready)
+    config = replace(config, engine=tenants.engine(config.engine))
     if section.replicated:
         import jax
 

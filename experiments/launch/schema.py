@@ -253,6 +253,8 @@ class LatencyConfig(ServingSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ab.tenant is not None:
+            raise ConfigError("ab.tenant: a fixed batch has no tenants; experiments.throughput has them")
         cases = latency_cases(self.workload)
         check_objective(self.objective, "latency", self.workload.slo, cases=cases, chosen=self.objective_case)
         largest = max(case.batch_size for case in cases)

@@ -57,7 +57,8 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
             except MoejaxError as error:
                 raise ConfigError(f"{where}.{name}: {one_line(error)}") from error
             _check(f"{where}.{name}", config, variant)
-            same = [other for other, theirs in variants.items() if theirs == variant]
+            alone = [] if section is None else section.alone
+            same = [n for n, v in variants.items() if v == variant and (n in alone) == (name in alone)]
             if same:
                 raise ConfigError(
                     f"{where}.{name} is the same configuration as {same[0]}; a control of the baseline is"

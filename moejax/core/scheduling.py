@@ -51,6 +51,8 @@ class Tenant(Checked, section="engine.scheduling.tenants"):
         burst_tokens: tokens that it may be ahead of that rate.
         max_seqs: its sequences that run at a time; None: as many as the engine's.
         max_blocks: cache blocks that its running sequences may come to need; None: all.
+        isolated: only its own requests find what the prefix cache has of its, whatever
+            `engine.prefix_cache.share` says.
     """
 
     weight: PositiveNumber = 1.0
@@ -58,6 +60,7 @@ class Tenant(Checked, section="engine.scheduling.tenants"):
     burst_tokens: PositiveInt = 4096
     max_seqs: PositiveInt | None = None
     max_blocks: PositiveInt | None = None
+    isolated: bool = False
 
     @property
     def limited(self) -> bool:

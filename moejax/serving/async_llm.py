@@ -108,17 +108,20 @@ class AsyncLLM:
         *,
         options: RequestOptions | None = None,
         wait: bool = True,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None,
     ) -> RequestOutput:
         """Completes one prompt. Cancelling the task ends the request.
 
         Args:
             wait: False raises `Overloaded` where it would have to wait for its turn.
+            on_begin: told at once the output that is to grow.
 
         Raises:
             RequestError: as `LLM.generate`, or this is closing.
             StepError: a step failed.
         """
         request = self._build(prompt, sampling_params, options, streams=False)
+        on_begin(request.output)
         return (await self._whole([request], wait))[0]
 
     async def score(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from moejax.core.checked import Among, Checked, Name, NonNegativeInt, PositiveInt, PositiveNumber
@@ -18,8 +17,9 @@ class ServeSection(Checked, section="serve"):
     Attributes:
         host, port: address; port 0 takes any that is free.
         name: what requests call the model; None: the folder's name. LoRA adapters go by their own.
-        api_keys_file: one key a line, of which requests must carry one; None: none is asked for.
-        admin_keys_file: the same of `/admin/…`, which is not there without it.
+        api_keys_file: one key a line, of which requests must carry one, or, in a file NAME.toml, tenants with
+            theirs (`moejax.serving.tenants`); None: none is asked for.
+        admin_keys_file: one key a line, for `/admin/…`, which is not there without it.
         max_requests: requests at a time; more are told to come again (429).
         max_samples: of one prompt (`n`, `best_of`).
         max_unread: chunks that a stream's reader may lag behind.
@@ -87,23 +87,6 @@ class ServeSection(Checked, section="serve"):
                 raise ConfigError("serve.split needs serve.name, what requests call all of them together")
         if self.port > 65535:
             raise ConfigError(f"serve.port must be at most 65535, got {self.port}")
-
-    def keys(self, field: str) -> tuple[bytes, ...] | None:
-        """Returns the keys of `api_keys_file` or `admin_keys_file`; None where there is none.
-
-        Raises:
-            ConfigError: it cannot be read, or has no key.
-        """
-        path = getattr(self, field)
-        if path is None:
-            return None
-        try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"serve.{field}={path}: cannot be read ({error})") from None
-        if not (keys := tuple(line.strip().encode() for line in lines if line.strip())):
-            raise ConfigError(f"serve.{field}={path} has no key; write one a line, or leave the setting out")
-        return keys
 
 
 def bad_weights(weights: Any, known: Iterable[str]) -> str | None:

@@ -90,7 +90,7 @@ class _Leased(Response):
             except Exception as error:
                 return await refusal(error)(scope, receive, send)
             if self.name not in servers or servers[self.name][0].engine is not engine:
-                server = Server(engine, self.server.config, self.name)
+                server = Server(engine, self.server.config, self.name, tenants=self.server.tenants)
                 servers[self.name] = server, server.app()
             await servers[self.name][1](scope, again, send)
 

@@ -246,7 +246,7 @@ class ReplicaServer(Server):
 
     async def _metrics(self, _: Request) -> Response:
         told = {(self.name, name): values for name, values in await self.replicas.everywhere("observe")}
-        return Response(render(told), media_type=CONTENT_TYPE)
+        return Response(render(told, self.tenants), media_type=CONTENT_TYPE)
 
     async def _act(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
         return {"done": action, "replicas": await self.replicas.everywhere("administer", action, given)}

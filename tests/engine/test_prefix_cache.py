@@ -13,6 +13,7 @@ from moejax.cache.pool import block_bytes
 from moejax.core.config import PrefixCacheConfig, RopeConfig
 from moejax.core.errors import ConfigError
 from moejax.core.moe import MoeConfig
+from moejax.core.scheduling import SchedulingConfig, Tenant
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.tiny import small_config
 from tests.examples import slow_but
@@ -216,12 +217,17 @@ def test_a_pinned_prefix_outlives_the_others(place: str):
         dummy(small_config())(ENGINE).cache_prefix(pinned)
 
 
-def test_tenants_find_their_own_alone():
-    llm, prompt = dummy(small_config())(remembering(share="tenant")), list(range(2, 32))
+@pytest.mark.parametrize("isolated", [False, True])
+def test_tenants_find_their_own_alone(isolated: bool):
+    """Where all do, or the one that asks for it; the others then share what is theirs."""
+    engine = remembering(share="all" if isolated else "tenant")
+    tenants = {"one": Tenant(isolated=isolated)}
+    engine = dataclasses.replace(engine, scheduling=SchedulingConfig(tenants=tenants))
+    llm, prompt = dummy(small_config())(engine), list(range(2, 32))
     one, other = RequestOptions(tenant="one"), RequestOptions(tenant="other")
     assert llm.cache_prefix(prompt[:20], one) == 20
     found = [llm.generate(prompt, GREEDY, options=who)[0].metrics.cached_tokens for who in (one, other, None)]
-    assert found == [20, 0, 0]
+    assert found == [20, 0, 29 if isolated else 0]
     found = [llm.generate(prompt, GREEDY, options=who)[0].metrics.cached_tokens for who in (other, None)]
     assert found == [29, 29]
 
