@@ -55,7 +55,7 @@ endif
 # the other worker idle. The second call runs what is marked `optimized`, with
 # XLA's own optimisation; everything else compiles fast (tests/conftest.py). Both share one cache, removed at the end.
 WORKERS ?= 2
-PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 FAST := not slow and not gpu and not gate and not oracle
 files_with = $$(grep -rlE --include='*.py' 'mark\.$(1)\b' tests)
 define both_lanes
@@ -112,7 +112,7 @@ format: $(VENV)/.dev ## Format and fix what ruff can
 
 constraints: | $(BIN)/uv ## Resolve constraints.txt anew, for all platforms and Pythons
 	$(BIN)/uv pip compile --universal --upgrade --python-version 3.11 --quiet --no-header --no-annotate \
-	  --no-emit-index-url --no-emit-find-links --extra dev --extra sweep --extra notebooks pyproject.toml -o $(CONSTRAINTS)
+	  --no-emit-index-url --no-emit-find-links --extra dev --extra sweep --extra notebooks --extra ray pyproject.toml -o $(CONSTRAINTS)
 
 clean: ## Remove what was built and measured
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -22,8 +22,8 @@ from moejax.core.errors import ConfigError, did_you_mean
 _WITH_VALUE = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p")
 MULTIRUN = ("-m", "--multirun")
 _OPTIONAL_VALUE = ("--info", "-i", "--cfg", "-c", "--resume")
-_VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation)\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
-_TABLE = re.compile(r"sampling\.(structured_outputs|logit_bias)\b.*=.*", re.DOTALL)
+_VARIANT = re.compile(r"(?:\+{1,2})?((?:ab|ablation|serve(?=\.models))\.(\w+)\.[\w.-]+)=(.*)", re.DOTALL)
+_TABLE = re.compile(r"(sampling\.(structured_outputs|logit_bias)|serve\.split)\b.*=.*", re.DOTALL)
 _NAMED = re.compile(
     r"\+*(engine\.scheduling\.tenants|engine\.scheduling\.slo_classes|workload\.mix|simulate\.fleets)"
     r"\.(\w+)\.([\w.]+)=(.*)",
@@ -58,7 +58,7 @@ def translate(argv: Sequence[str], positional: str | None = None) -> list[str]:
             words.append(argument)
         elif match := _VARIANT.fullmatch(argument):
             # A misspelt section is Hydra's to explain.
-            adds = "++" if match[2] in ("variants", "stages") else ""
+            adds = "++" if match[2] in ("variants", "stages", "models") else ""
             rest.append(f"{adds}{match[1]}={_quoted_list(items(match[3]))}")
         elif match := _NAMED.fullmatch(argument):
             section, name, keys, value = match.groups()

@@ -72,22 +72,26 @@ def open_capturing(config: OffloadConfig, **experts: Any) -> LLM:
     )
 
 
+def arguments(config: InferenceSections) -> dict[str, Any]:
+    """Returns what `LLM` is opened with."""
+    return _arguments(config, config.quant, config.engine) | {"parallel": config.parallel}
+
+
+def _arguments(config: ModelSections, quant: QuantConfig | None, engine: EngineConfig) -> dict[str, Any]:
+    model = config.model
+    return {
+        "model": model.source, "dtype": model.dtype, "engine": engine, "quant": quant, "seed": config.seed,
+        "load_format": model.load_format,
+    }  # fmt: skip
+
+
 def _open(
     config: ModelSections, quant: QuantConfig | None, engine: EngineConfig | None = None, **more: Any
 ) -> LLM:
-    model, engine, planned = config.model, engine or config.engine, DRY_RUN.get()
+    engine, planned = engine or config.engine, DRY_RUN.get()
     if planned is not None and engine.autotune == "measure":
         engine = replace(engine, autotune="cached")
-    llm = LLM(
-        model.source,
-        dtype=model.dtype,
-        engine=engine,
-        quant=quant,
-        seed=config.seed,
-        load_format=model.load_format,
-        fill=planned is None,
-        **more,
-    )
+    llm = LLM(**_arguments(config, quant, engine), fill=planned is None, **more)
     if planned is not None:
         planned.append(llm.variant(llm.engine_config))  # which stays open
     return llm

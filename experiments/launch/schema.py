@@ -26,7 +26,7 @@ from moejax.bench.stress.config import StressSection
 from moejax.bench.traffic import ThroughputWorkload, plan_requests
 from moejax.bench.workload import WorkloadConfig, latency_cases
 from moejax.checkpoint.directory import read_raw_config, reduced_shape
-from moejax.core.checked import Among, Checked, Must, PositiveInt, Seed
+from moejax.core.checked import Among, Checked, Must, Name, PositiveInt, Seed
 from moejax.core.config import DTYPES, EngineConfig
 from moejax.core.errors import ConfigError, os_errors
 from moejax.core.hardware import KNOWN
@@ -253,6 +253,8 @@ class LatencyConfig(ServingSections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ab.tenant is not None:
+            raise ConfigError("ab.tenant: a fixed batch has no tenants; experiments.throughput has them")
         cases = latency_cases(self.workload)
         check_objective(self.objective, "latency", self.workload.slo, cases=cases, chosen=self.objective_case)
         largest = max(case.batch_size for case in cases)
@@ -569,3 +571,27 @@ class DoctorConfig(Checked):
 
     run: RunFolder | None = None
     json: bool = False
+
+
+@dataclass(frozen=True)
+class ModelsConfig(Checked):
+    """`python -m experiments.models`: `root` is the repository, `path` the checkpoint to add, and
+    `wandb_project` (PROJECT or ENTITY/PROJECT, online) has each version as an artifact, too."""
+
+    action: Annotated[str, Among(("add", "list", "promote", "rollback"))] = "list"
+    root: Name = "models"
+    name: Name | None = None
+    version: PositiveInt | None = None
+    path: Name | None = None
+    wandb_project: Name | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = {"add": ("name", "path"), "promote": ("name", "version"), "rollback": ("name",)}
+        needs = needed.get(self.action, ())
+        takes = (*needs, "wandb_project") if needs else ("name",)
+        for key in ("name", "version", "path", "wandb_project"):
+            given = getattr(self, key) is not None
+            if given != (key in needs) and not (given and key in takes):
+                words = "takes no {0}; leave it out" if given else "needs {0}=…"
+                raise ConfigError(f"action={self.action} {words.format(key)}")

@@ -10,7 +10,13 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.launch.command_line import override_key
 from experiments.launch.compose import composer
-from experiments.launch.schema import AblationConfig, LatencyConfig, SimulateConfig, ThroughputConfig
+from experiments.launch.schema import (
+    AblationConfig,
+    LatencyConfig,
+    ServeConfig,
+    SimulateConfig,
+    ThroughputConfig,
+)
 from moejax.core.errors import ConfigError, MoejaxError
 from moejax.core.words import one_line
 
@@ -51,7 +57,8 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
             except MoejaxError as error:
                 raise ConfigError(f"{where}.{name}: {one_line(error)}") from error
             _check(f"{where}.{name}", config, variant)
-            same = [other for other, theirs in variants.items() if theirs == variant]
+            alone = [] if section is None else section.alone
+            same = [n for n, v in variants.items() if v == variant and (n in alone) == (name in alone)]
             if same:
                 raise ConfigError(
                     f"{where}.{name} is the same configuration as {same[0]}; a control of the baseline is"
@@ -59,6 +66,23 @@ def compose_variants(config: Any, experiment: str, overrides: Sequence[str]) -> 
                 )
             variants[name] = variant
     return variants
+
+
+def compose_models(config: ServeConfig) -> dict[str, ServeConfig]:
+    """Returns name → configuration of each of `serve.models`. Raises `ConfigError`: an override is wrong, or
+    of the server, which all models share."""
+    hydra, composed = HydraConfig.get(), dict[str, ServeConfig]()
+    with composer(str(hydra.job.config_name), ServeConfig) as compose:
+        for name, changes in config.serve.models.items():
+            keys = {override_key(item) for item in changes}
+            kept = [item for item in hydra.overrides.task if override_key(item) not in keys]
+            try:
+                composed[name] = compose.build([*kept, *changes])
+            except MoejaxError as error:
+                raise ConfigError(f"serve.models.{name}: {one_line(error)}") from error
+            if dataclasses.replace(composed[name], serve=config.serve) != composed[name]:
+                raise ConfigError(f"serve.models.{name} changes the server, which all models share")
+    return composed
 
 
 def _check(name: str, config: Any, variant: Any) -> None:

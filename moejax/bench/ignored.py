@@ -103,6 +103,9 @@ _RULES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("placement", "redundant nodes", lambda c: c.placement.devices == 1, "placement.devices is 1"),
     ("scaling", "devices steps", lambda c: c.scaling.measure == "off", "nothing is measured"),
     ("stress", "abort_share", lambda c: "abort" not in c.stress.phases, "for the phase abort"),
+    ("serve", "memory_gb wait_s", lambda c: not c.serve.models, "for serve.models"),
+    ("serve", "router retries failures rest_s", lambda c: not c.serve.replicated, "for serve.replicas"),
+    ("serve", "queue_ms", lambda c: not c.serve.max_replicas, "for serve.max_replicas"),
     ("bench", "*", lambda c: c.mode != "bench", "for mode=bench"),
     ("tune", "*", lambda c: c.mode != "tune", "for mode=tune"),
 )  # fmt: skip

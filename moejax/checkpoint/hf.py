@@ -31,9 +31,11 @@ from moejax.checkpoint.directory import (
 )
 from moejax.checkpoint.load import expert_slots, fill_model
 from moejax.checkpoint.maps import TABLES
-from moejax.checkpoint.maps.rules import Transform, apply_transform
+from moejax.checkpoint.maps.mtp import mtp_prefix, mtp_rules
+from moejax.checkpoint.maps.rules import Rule, Transform, apply_transform
 from moejax.checkpoint.plan import Faults, LoadPlan, canonical_key, plan_load
 from moejax.checkpoint.quantized import (
+    MARKS,
     QuantizedPlan,
     convention_of,
     fill_quantized,
@@ -44,10 +46,11 @@ from moejax.checkpoint.quantized_save import QuantizedSave, plan_save
 from moejax.checkpoint.tensors import QUANTIZED_DTYPES, STORED_DTYPES, TensorFiles
 from moejax.core.checked import check
 from moejax.core.config import DType, ModelConfig
-from moejax.core.errors import OutputError
+from moejax.core.errors import CheckpointError, OutputError
 from moejax.core.files import atomic_write_text, whole_folder
 from moejax.core.moe import MoeConfig
 from moejax.models.decoder import Decoder
+from moejax.models.mtp import MtpDecoder
 from moejax.models.registry import config_to_hf
 from moejax.moe.replicas import held_experts
 from moejax.nn.param import ExpertOf, OnValue, ParamSpec, Skip, assign, iter_params, specs
@@ -116,7 +119,8 @@ def load_pretrained(
         directory: holds `config.json` and safetensors (bf16, f16 or f32, or quantized).
         dtype: what weights in floating point are kept in; "auto" is what the configuration says.
         moe: how the expert layers are executed.
-        build: makes the abstract model, or a pipeline stage of it, instead of `moe`.
+        build: makes the abstract model, or a pipeline stage of it, instead of `moe`; an `MtpDecoder` for the
+            layer after the last one alone.
         shardings: declarations → sharding of every parameter (`moejax.sharding.rules.shardings`). Each
             process then reads only the slices that its devices hold. None: all on the default device.
         expert_of: for a model with replicas of experts, which one each slot holds.
@@ -137,14 +141,24 @@ def load_pretrained(
         config = config.replace(dtype=dtype)
     model = Decoder(config, moe=moe) if build is None else build(config)
     declared = specs(model)
-    whole = declared if len(model.stage) == config.num_layers else specs(Decoder(config))
+    mtp = isinstance(model, MtpDecoder)
+    whole = declared if mtp or len(model.stage) == config.num_layers else specs(Decoder(config))
     start = time.perf_counter()
     stored = stored_quantization(path)
     convention = None if stored is None else convention_of(*stored)
     accept = STORED_DTYPES if convention is None else QUANTIZED_DTYPES
     with TensorFiles(weight_files(path), accept) as files:
         elsewhere = whole.keys() - declared.keys()
-        quantized, plan = _plan(files, declared, config, convention, elsewhere, str(path))
+        if mtp:
+            _keep_mtp(files, config, str(path))
+            rules = mtp_rules(TABLES[config.family], config.num_layers)
+            # Those who quantize a model may leave the layer as it is.
+            marked = any(key.rpartition(".")[2] in MARKS for key in files.shapes)
+            convention = convention if marked else None
+        else:
+            rules = TABLES[config.family]
+            _pass_over(files, config, str(path))
+        quantized, plan = _plan(files, declared, config, rules, convention, elsewhere, str(path))
         if not dequantize:
             replace_weights(model, quantized.formats)
         placed, faults = None if shardings is None else shardings(specs(model)), Faults()
@@ -162,18 +176,26 @@ def load_pretrained(
     return Loaded(model, config, stats)
 
 
-def _plan(
-    files: TensorFiles,
-    declared: Mapping[str, ParamSpec],
-    config: ModelConfig,
-    convention: Convention | None,
-    elsewhere: Collection[str],
-    source: str,
-) -> tuple[QuantizedPlan, LoadPlan]:
-    """Plans where quantized weights come from, and where the others do."""
-    rules = TABLES[config.family]
+def _keep_mtp(files: TensorFiles, config: ModelConfig, source: str) -> None:
+    """Leaves the layer after the last one alone.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    prefix = mtp_prefix(config.num_layers)
+    for key in [key for key in files.shapes if not key.startswith(prefix)]:
+        del files.shapes[key]
+    if not files.shapes:
+        raise CheckpointError(
+            f"{source}: there is no tensor {prefix}*, although config.json has num_nextn_predict_layers="
+            f"{config.mtp_layers}; use another engine.speculation.method, or the checkpoint as published"
+        )
+
+
+def _pass_over(files: TensorFiles, config: ModelConfig, source: str) -> None:
+    """Leaves out the layers that predict further tokens."""
     further = range(config.num_layers, config.num_layers + config.mtp_layers)
-    prefixes = (*(f"model.layers.{n}." for n in further), *(["model.mtp_"] if further else []))
+    prefixes = (*map(mtp_prefix, further), *(["model.mtp_"] if further else []))
     passed = [key for key in files.shapes if key.startswith(prefixes)]
     if passed:
         names = ", ".join(sorted({".".join(key.split(".")[:3]) for key in passed}))
@@ -182,6 +204,18 @@ def _plan(
         )
     for key in passed:
         del files.shapes[key]
+
+
+def _plan(
+    files: TensorFiles,
+    declared: Mapping[str, ParamSpec],
+    config: ModelConfig,
+    rules: tuple[Rule, ...],
+    convention: Convention | None,
+    elsewhere: Collection[str],
+    source: str,
+) -> tuple[QuantizedPlan, LoadPlan]:
+    """Plans where quantized weights come from, and where the others do."""
     known: Any = {
         "num_experts": config.num_experts,
         "tied": config.tie_word_embeddings,

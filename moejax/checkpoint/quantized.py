@@ -166,6 +166,7 @@ def role_of(param: str) -> Role:
     if param.startswith("embedding"):
         return "embedding"
     named: dict[str, Role] = {"router": "router", "shared_gate": "shared_gate", "lm_head": "head"}
+    named["eh_proj"] = "router"  # which may be left in full precision, too
     return next((role for part, role in named.items() if part in param.split(".")), "linear")
 
 

@@ -162,7 +162,8 @@ class ModelConfig(Checked):
     attention window in tokens (a query at position p sees keys in (p - window, p]) or None for full
     causal attention. `norm_topk_prob` renormalises the chosen experts' probabilities to sum to one.
     `shared_expert_gate` scales the shared expert by a sigmoid. `mtp_layers` counts layers of a checkpoint
-    after the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2) and are not loaded.
+    after the last one, which predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2); no part of it
+    (`moejax.models.mtp`).
     A model without experts has a single one, in none of its layers.
 
     `norm` is the kind of all norms; "rms_unit_offset" scales by one plus its weight (Gemma), "layer"

@@ -17,7 +17,9 @@ from moejax.core.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 Admission = Literal["queue", "refuse"]
-Drafts = Literal["none", "ngram", "suffix", "forced", "self_experts", "self_layers", "draft"]
+Drafts = Literal["none", "ngram", "suffix", "forced", "self_experts", "self_layers", "draft", "mtp"]
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Families whose MTP layers are known (`moejax.models.mtp`)."""
 Depth = Literal["fixed", "utility"]
 Acceptance = Literal["coupled", "rejection"]
 KvMethod = Literal["none", "window", "h2o", "snapkv"]
@@ -49,6 +51,8 @@ class Tenant(Checked, section="engine.scheduling.tenants"):
         burst_tokens: tokens that it may be ahead of that rate.
         max_seqs: its sequences that run at a time; None: as many as the engine's.
         max_blocks: cache blocks that its running sequences may come to need; None: all.
+        isolated: only its own requests find what the prefix cache has of its, whatever
+            `engine.prefix_cache.share` says.
     """
 
     weight: PositiveNumber = 1.0
@@ -56,6 +60,7 @@ class Tenant(Checked, section="engine.scheduling.tenants"):
     burst_tokens: PositiveInt = 4096
     max_seqs: PositiveInt | None = None
     max_blocks: PositiveInt | None = None
+    isolated: bool = False
 
     @property
     def limited(self) -> bool:
@@ -217,7 +222,8 @@ class SpeculationConfig(Checked, section="engine.speculation"):
             request's grammar leaves no choice of (`SamplingParams.structured_outputs`). The model itself
             drafts token by token on its own cache with "self_experts", sending each to fewer experts, and
             with "self_layers", leaving out its last layers (LayerSkip, arXiv 2404.16710). With "draft"
-            another model does, whose cache follows the model's; "none" drafts nothing.
+            another model does, whose cache follows the model's, and with "mtp" the layer that the checkpoint
+            has for it after its last one, see `moejax.models.mtp`; "none" drafts nothing.
         k: most draft tokens of a sequence in a step.
         depth: how many of them are computed: "fixed" all, "utility" as many as make decoding fastest, none at
             all where that is faster, by what was right before and by what steps take; see
@@ -256,12 +262,6 @@ class SpeculationConfig(Checked, section="engine.speculation"):
                 f"{self._section}draft"
             )
 
-        if self.depth == "utility" and self.on_device:
-            raise ConfigError(
-                f"{self._section}depth=utility does not go with method={self.method}, whose drafts "
-                "cannot be judged without being made; use depth=fixed, or method=ngram or suffix"
-            )
-
     @property
     def most(self) -> int:
         """Most draft tokens of a sequence in a step; 0 without a method."""
@@ -270,4 +270,4 @@ class SpeculationConfig(Checked, section="engine.speculation"):
     @property
     def on_device(self) -> bool:
         """Tells whether a model drafts, and the host learns of its drafts when they are verified."""
-        return self.method in ("self_experts", "self_layers", "draft")
+        return self.method in ("self_experts", "self_layers", "draft", "mtp")

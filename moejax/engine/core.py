@@ -254,7 +254,8 @@ class Engine:
         self.times = times
         for part in self._parts:
             if part.speculation is not None:
-                part.speculation.utility = Utility(part.speculation.config.k, times)
+                config = part.speculation.config
+                part.speculation.utility = Utility(config.k, times, blind=config.on_device)
 
     def reset_stats(self) -> None:
         """See `LLM.reset_stats`."""

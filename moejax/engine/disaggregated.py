@@ -306,7 +306,7 @@ def prepare(llm: LLM, saving: bool) -> tuple[Any, ...]:
         "engine.experts.resident": llm._weights.tiers is not None,
         "engine.adapters.slots": engine.adapters.slots,
         "engine.capture_routing or a replayed trace": engine.capture_routing or builder.replay is not None,
-        "engine.speculation.method=draft": resolved.draft is not None,
+        f"engine.speculation.method={engine.speculation.method}": resolved.draft is not None,
         "engine.speculation.acceptance=rejection": builder.rejection,
         "engine.deterministic=verified, which guesses": engine.deterministic == "verified",
         "limited capacity or routing by batch": builder.limited,

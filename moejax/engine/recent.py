@@ -122,6 +122,11 @@ class Recent:
                 self._sums[name] += sum(values)
             return {name: (counts.copy(), self._sums[name]) for name, counts in self._counts.items()}
 
+    def samples(self, name: str) -> list[tuple[float, float]]:
+        """Returns the latest values of a latency of `EDGES`: the clock's time, and seconds."""
+        self.histograms()
+        return list(self._values[name])
+
     def window(self, seconds: float) -> dict[str, Any]:
         """Returns what happened in the last `seconds`, or since the start or the oldest step that is kept;
         percentiles where there are values enough (20 for p95, 100 for p99), shares where anything was asked.

@@ -160,7 +160,7 @@ def _check(llm: Any, kv: str) -> None:
         "engine.batching=static, whose batches end whole": engine.batching == "static",
         "engine.experts.resident": weights.tiers is not None,
         "engine.initial_blocks, by which the cache grows": engine.initial_blocks is not None,
-        "engine.speculation.method=draft": llm._resolved.draft is not None,
+        f"engine.speculation.method={engine.speculation.method}": llm._resolved.draft is not None,
         "an engine without weights (fill=False)": weights.absent,
         "engine.adapters.slots that variants share": engine.adapters.slots and len(weights.users) > 1,
     }

@@ -12,6 +12,7 @@ from flax import nnx
 from moejax.core.errors import ConfigError, unknown
 from moejax.engine.core import Engine, PauseMode
 from moejax.engine.opening.weights import Weights
+from moejax.engine.step.functions import ModelFunctions
 from moejax.models.decoder import Decoder
 from moejax.nn.param import ParamSpec, iter_params, specs
 
@@ -41,6 +42,8 @@ def update_weights(
             raise ConfigError(f"update_weights: {name} has shape {shape}, expected {wanted}")
     with ExitStack() as stack:
         engines = sorted(engines, key=id)
+        drafters = [drafter for engine in engines if (drafter := getattr(engine.runner, "drafter", None))]
+        users = [*weights.functions, *(drafter.functions for drafter in drafters)]  # an MTP layer shares some
         for engine in engines:
             stack.enter_context(engine.lock)
         stopped = [engine.stopped for engine in engines]
@@ -48,7 +51,7 @@ def update_weights(
             for engine in engines:
                 engine.pause(running)
             for name, value in values.items():
-                _put(weights, params[name], value, laid_out.get(name))
+                _put(users, params[name], value, laid_out.get(name))
             for engine in engines:
                 engine.scheduler.forget_device_state()
         finally:
@@ -57,12 +60,12 @@ def update_weights(
                     engine.unpause()
 
 
-def _put(weights: Weights, param: nnx.Param, value: Any, laid_out: ParamSpec | None) -> None:
+def _put(users: Iterable[ModelFunctions], param: nnx.Param, value: Any, laid_out: ParamSpec | None) -> None:
     """Puts a copy in place of a parameter, which the engine may delete; `laid_out`: how, None: canonical."""
     spec, old = param.get_metadata("spec"), param[...]
     if laid_out is None or (laid_out.shape, laid_out.transposed) != (spec.shape, spec.transposed):
         value = spec.stored(jnp.asarray(value) if laid_out is None else laid_out.canonical(value))
     new = jax.device_put(value.astype(spec.dtype), old.sharding, may_alias=False)
     param.set_value(new)
-    for functions in weights.functions:
+    for functions in users:
         functions.leaves[:] = [new if leaf is old else leaf for leaf in functions.leaves]

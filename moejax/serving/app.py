@@ -17,7 +17,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,6 +28,7 @@ from starlette.types import Send
 
 from moejax.core.errors import MoejaxError, RequestError, StepError, unknown
 from moejax.core.words import one_line
+from moejax.engine.llm import LLM
 from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
 from moejax.engine.requests.output import StreamChunk
@@ -47,6 +48,7 @@ from moejax.serving.protocol import (
     parse,
     usage,
 )
+from moejax.serving.tenants import QuotaExceeded, Tenants, read_keys
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +62,16 @@ class _Refused(Exception):
 
 
 class _Events(StreamingResponse):
-    """Server-sent events whose reader must keep up."""
+    """Server-sent events whose reader must keep up. `ends` is left after them, or in their place."""
 
     def __init__(self, content: AsyncGenerator[bytes, None], timeout_s: float) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self.content, self.timeout_s = content, timeout_s
+        self.ends = contextlib.ExitStack()
+
+    async def __call__(self, *asgi: Any) -> None:
+        with self.ends:
+            await super().__call__(*asgi)
 
     async def stream_response(self, send: Send) -> None:
         async def within(message: Any) -> None:
@@ -86,17 +93,23 @@ class Server:
         engine: answers.
         config: limits and keys.
         name: of the model.
+        peers: what the engine needs, see `HealthMonitor`.
+        tenants: who may ask, where other servers count for them, too; None: those of `config`.
 
     Raises:
         ConfigError: a file of keys.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServeSection, name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLM, config: ServeSection, name: str, peers: Any = None,
+        tenants: Tenants | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.config, self.name = engine, config, name
         self.began, self.ready = int(time.time()), True
         self.spell = Speller(engine.llm.tokenizer)
-        self._keys, self._admin_keys = config.keys("api_keys_file"), config.keys("admin_keys_file")
-        self.monitor = HealthMonitor(engine.llm)
+        self.tenants = tenants or Tenants(config.api_keys_file)
+        self._admin_keys = read_keys("admin_keys_file", config.admin_keys_file)
+        self.monitor = HealthMonitor(engine.llm, peers=peers)
 
     def close(self) -> None:
         """Ends what watches the engine."""
@@ -105,21 +118,22 @@ class Server:
     def app(self) -> Starlette:
         """Returns the ASGI application."""
 
-        def route(path: str, method: str, handler: Any, *, keys: tuple[bytes, ...] | None = None) -> Route:
+        def route(path: str, method: str, handler: Any, *, keys: dict[bytes, str] | None = None) -> Route:
             async def guarded(request: Request) -> Response:
                 return await self._answer(request, handler, keys)
 
             return Route(path, guarded, methods=[method])
 
+        keys = self.tenants.keys
         routes = [
             route("/health", "GET", self._health),
             route("/ready", "GET", self._ready),
             route("/metrics", "GET", self._metrics),
-            route("/v1/models", "GET", self._models, keys=self._keys),
-            route("/v1/completions", "POST", self._completions, keys=self._keys),
-            route("/v1/chat/completions", "POST", self._chat, keys=self._keys),
-            route("/tokenize", "POST", self._tokenize, keys=self._keys),
-            route("/detokenize", "POST", self._detokenize, keys=self._keys),
+            route("/v1/models", "GET", self._models, keys=keys),
+            route("/v1/completions", "POST", self._completions, keys=keys),
+            route("/v1/chat/completions", "POST", self._chat, keys=keys),
+            route("/tokenize", "POST", self._tokenize, keys=keys),
+            route("/detokenize", "POST", self._detokenize, keys=keys),
         ]
         if self._admin_keys is not None:
             routes.append(route("/admin/{action}", "POST", self._administer, keys=self._admin_keys))
@@ -130,19 +144,24 @@ class Server:
 
         return Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
-    async def _answer(self, request: Request, handler: Any, keys: tuple[bytes, ...] | None) -> Response:
+    async def _answer(self, request: Request, handler: Any, keys: dict[bytes, str] | None) -> Response:
         """Runs a handler for whoever may ask it; each mistake is a line, each defect is logged."""
         try:
-            if keys is not None:
-                _check_key(request, keys)
-            response: Response = await handler(request)
-            return response
+            with contextlib.ExitStack() as ends:  # left at the answer's end
+                request.state.tenant = "" if keys is None else keys[_known_key(request, keys)]
+                request.state.ends = ends
+                response: Response = await handler(request)
+                if isinstance(response, _Events):
+                    response.ends = ends.pop_all()
+                return response
         except _Refused as refused:
             return _error(refused.status, str(refused))
+        except QuotaExceeded as over:
+            return _error(429, str(over), over.retry_s)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            return _error(*_told(error))
+            return refusal(error)
 
     # -- what a request has ------------------------------------------------------------------------------
 
@@ -181,6 +200,20 @@ class Server:
             raise RequestError(f"n and best_of are at most {most} (serve.max_samples)")
         return dataclasses.replace(params, max_time_s=self.config.max_time_s)
 
+    def _charge(self, request: Request, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
+        """Charges the key's tenant for prompts, until the answer's end; returns the list of their outputs."""
+
+        def most() -> int:
+            encode = self.engine.llm.get_tokenizer().encode
+            sizes = [len(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+            rooms = [max(0, self.engine.llm.max_model_len - size) for size in sizes]
+            samples = params.best_of or params.n
+            return sum(sizes) + samples * sum(min(params.max_tokens, room) for room in rooms)
+
+        drawn = (params.best_of or params.n) / params.n
+        charged = self.tenants.charged(request.state.tenant, len(prompts), most, drawn)
+        return cast(list[RequestOutput], request.state.ends.enter_context(charged))
+
     def _check_room(self, requests: int) -> None:
         if not self.ready:
             raise _Refused(503, "the server is ending and takes no more requests")
@@ -192,10 +225,17 @@ class Server:
 
     # -- endpoints ---------------------------------------------------------------------------------------
 
+    def health(self) -> Health:
+        """Returns how what answers is."""
+        dead = Health("unhealthy", ("the engine's thread has ended",))
+        return self.monitor.health() if self.engine.alive else dead
+
+    def served(self) -> dict[str, LLM]:
+        """Returns the models by their names; some may have no values yet."""
+        return {self.name: self.engine.llm}
+
     async def _health(self, _: Request) -> Response:
-        health = self.monitor.health()
-        if not self.engine.alive:
-            health = Health("unhealthy", ("the engine's thread has ended",))
+        health = self.health()
         return JSONResponse(dataclasses.asdict(health), 503 if health.state == "unhealthy" else 200)
 
     async def _ready(self, _: Request) -> Response:
@@ -203,16 +243,15 @@ class Server:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        text = await asyncio.to_thread(render, {self.name: self.engine.llm})
+        text = await asyncio.to_thread(render, self.served(), self.tenants)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _models(self, _: Request) -> Response:
-        length = self.engine.llm.max_model_len
-        names = [(self.name, None), *((name, self.name) for name in self.engine.llm.adapters)]
         models = [
             {"id": name, "object": "model", "created": self.began, "owned_by": "moejax", "parent": parent,
-             "max_model_len": length}
-            for name, parent in names
+             "max_model_len": llm.max_model_len}
+            for own, llm in self.served().items()
+            for name, parent in [(own, None), *((name, own) for name in llm.adapters)]
         ]  # fmt: skip
         return JSONResponse({"object": "list", "data": models})
 
@@ -239,7 +278,10 @@ class Server:
             given = None
         if not isinstance(given, dict):
             raise RequestError("body: a JSON object is wanted")
-        return JSONResponse(await asyncio.to_thread(administer, self.engine.llm, action, given))
+        return JSONResponse(await self._act(action, given))
+
+    async def _act(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
+        return await asyncio.to_thread(administer, self.engine.llm, action, given)
 
     async def _completions(self, request: Request) -> Response:
         body = parse(CompletionBody, await self._body(request))
@@ -247,8 +289,10 @@ class Server:
         params, options = self._limited(params), self._named(body.model, options)
         prompts, head = body.prompts, self._head("text_completion", "cmpl", body.model)
         self._check_room(len(prompts))
+        options = self.tenants.options(request.state.tenant, options)
+        outputs = self._charge(request, prompts, params)
         if not body.stream:
-            outputs = await self._while_connected(request, self._all(prompts, params, options))
+            await self._while_connected(request, self._all(prompts, params, options, outputs))
             decode, n = self.engine.llm.get_tokenizer().decode if body.echo else str, params.n
             choices = [
                 completion_choice(body, output, sample, i * n + sample.index, self.spell, decode)
@@ -266,7 +310,7 @@ class Server:
                 told = self.spell.completion(chunk.token_ids, chunk.logprobs)
             return body.choice(index, chunk) | {"text": chunk.text, "logprobs": told}
 
-        return self._events(body, head, prompts, params, options, choice)
+        return self._events(body, head, prompts, params, options, choice, outputs)
 
     async def _chat(self, request: Request) -> Response:
         body, llm = parse(ChatBody, await self._body(request)), self.engine.llm
@@ -274,9 +318,12 @@ class Server:
         params, options = body.to_sampling(llm.max_model_len - len(prompt))
         params, options = self._limited(params), self._named(body.model, options)
         self._check_room(1)
+        options = self.tenants.options(request.state.tenant, options)
+        outputs = self._charge(request, [prompt], params)
         if not body.stream:
             head = self._head("chat.completion", "chatcmpl", body.model)
-            (output,) = await self._while_connected(request, self._all([prompt], params, options))
+            await self._while_connected(request, self._all([prompt], params, options, outputs))
+            (output,) = outputs
             choices = []
             for sample in output.outputs:
                 told = self.spell.chat(sample.token_ids, sample.logprobs or []) if body.logprobs else None
@@ -294,7 +341,7 @@ class Server:
             return body.choice(index, chunk) | {"delta": {**delta, "content": chunk.text}, "logprobs": told}
 
         head = self._head("chat.completion.chunk", "chatcmpl", body.model)
-        return self._events(body, head, [prompt], params, options, choice)
+        return self._events(body, head, [prompt], params, options, choice, outputs)
 
     # -- their parts -------------------------------------------------------------------------------------
 
@@ -303,15 +350,14 @@ class Server:
         return {"id": name, "object": kind, "created": now, "model": model or self.name}
 
     async def _all(
-        self, prompts: list[Prompt], params: SamplingParams, options: RequestOptions
-    ) -> list[RequestOutput]:
-        """Completes all prompts; where one fails the others end, too."""
+        self, prompts: list[Prompt], params: SamplingParams, options: RequestOptions,
+        outputs: list[RequestOutput],
+    ) -> None:  # fmt: skip
+        """Completes all prompts, into `outputs` in their order; where one fails the others end, too."""
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.engine.generate(prompt, _of(params), options=options, wait=False))
-                for prompt in prompts
-            ]
-        return [task.result() for task in tasks]
+            more: dict[str, Any] = {"options": options, "wait": False, "on_begin": outputs.append}
+            for prompt in prompts:
+                group.create_task(self.engine.generate(prompt, _of(params), **more))
 
     async def _while_connected(self, request: Request, answer: Awaitable[Any]) -> Any:
         """Awaits an answer, and gives it up once nobody waits for it any more."""
@@ -336,9 +382,9 @@ class Server:
     def _events(
         self, body: CompletionBody | ChatBody, head: dict[str, Any], prompts: list[Prompt],
         params: SamplingParams, options: RequestOptions, choice: Callable[[int, StreamChunk], dict[str, Any]],
+        outputs: list[RequestOutput],
     ) -> Response:  # fmt: skip
         """Returns a stream with a chunk for what each step adds, and the counts where they are asked for."""
-        outputs: list[RequestOutput] = []
         streams = [
             self.engine.stream(p, _of(params), options=options, wait=False, on_begin=outputs.append)
             for p in prompts
@@ -394,6 +440,11 @@ def _of(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbits(31))
 
 
+def refusal(error: Exception) -> Response:
+    """Returns the answer that tells of an error."""
+    return _error(*_told(error))
+
+
 def _first(error: Exception) -> Exception:
     """Returns the first of a group of errors, of which all others follow."""
     while isinstance(error, ExceptionGroup):
@@ -411,11 +462,12 @@ def _told(error: Exception) -> tuple[int, str]:
     return 500, "the server has a defect here; its log has the traceback"
 
 
-def _check_key(request: Request, keys: tuple[bytes, ...]) -> None:
+def _known_key(request: Request, keys: dict[bytes, str]) -> bytes:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     key = given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
     if not any([hmac.compare_digest(key, known) for known in keys]):  # all of them: equal time
         raise _Refused(401, "no valid key; send it as Authorization: Bearer KEY")
+    return key
 
 
 def _described(status: int, message: str) -> dict[str, Any]:
@@ -424,6 +476,6 @@ def _described(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _error(status: int, message: str) -> Response:
-    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+def _error(status: int, message: str, retry_s: int = 1) -> Response:
+    headers = {"Retry-After": str(retry_s)} if status in (429, 503) else {}
     return JSONResponse(_described(status, message), status, headers)

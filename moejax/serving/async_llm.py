@@ -8,6 +8,7 @@ end; whoever awaits it only reads what the engine has appended.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from moejax.core.errors import RequestError, StepError
 from moejax.core.words import one_line
 from moejax.engine.llm import LLM
-from moejax.engine.requests.api import RequestOptions, RequestOutput, SamplingParams
+from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
 from moejax.engine.requests.inputs import Prompt
 from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
@@ -107,17 +108,20 @@ class AsyncLLM:
         *,
         options: RequestOptions | None = None,
         wait: bool = True,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None,
     ) -> RequestOutput:
         """Completes one prompt. Cancelling the task ends the request.
 
         Args:
             wait: False raises `Overloaded` where it would have to wait for its turn.
+            on_begin: told at once the output that is to grow.
 
         Raises:
             RequestError: as `LLM.generate`, or this is closing.
             StepError: a step failed.
         """
         request = self._build(prompt, sampling_params, options, streams=False)
+        on_begin(request.output)
         return (await self._whole([request], wait))[0]
 
     async def score(
@@ -152,15 +156,37 @@ class AsyncLLM:
         on_begin(request.output)
         return self._chunks(request, wait)
 
+    def resume(
+        self, checkpoint: Checkpoint, *, options: RequestOptions | None = None,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None,
+    ) -> AsyncGenerator[list[StreamChunk], None]:  # fmt: skip
+        """Goes on with a request that another engine of this model has had, and yields what has been added
+        since. One that has no token yet begins, and may be of any kind; else see `LLM.resume`."""
+        if any(checkpoint.samples):
+            request = self.llm.builder.resume(checkpoint, options)
+            request.streams = True
+        else:
+            text, ids = checkpoint.prompt, list(checkpoint.prompt_token_ids)
+            prompt: Prompt = {"prompt": text, "prompt_token_ids": ids}
+            request = self._build(prompt, checkpoint.sampling_params, options, streams=True)
+        on_begin(request.output)
+        return self._batches(request, wait=True)
+
     async def _chunks(self, request: RequestState, wait: bool) -> AsyncGenerator[StreamChunk, None]:
+        async with contextlib.aclosing(self._batches(request, wait)) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    yield chunk
+
+    async def _batches(self, request: RequestState, wait: bool) -> AsyncGenerator[list[StreamChunk], None]:
         (entry,) = await self._begin([request], wait)
         try:
             ended = False
             while not ended:
                 entry.event.clear()
                 ended = entry.ended  # read first: what comes last is there then
-                while request.chunks:
-                    yield request.chunks.popleft()
+                if batch := [request.chunks.popleft() for _ in range(len(request.chunks))]:
+                    yield batch
                 if not ended:
                     await entry.event.wait()
             entry.raise_failure()

@@ -16,7 +16,7 @@ from moejax.core.words import one_line
 from moejax.tracking.probes import Probe, RaplProbe, open_gpus, slowdown_names
 
 State = Literal["healthy", "degraded", "unhealthy"]
-_STATES: tuple[State, ...] = ("healthy", "degraded", "unhealthy")
+STATES: tuple[State, ...] = ("healthy", "degraded", "unhealthy")
 _HOT_C, _FULL, _LEAST_HOST_BYTES = 85.0, 0.98, 1e9
 
 
@@ -84,8 +84,8 @@ class HealthMonitor:
             except Exception as error:
                 lost = f"peer {name}: {one_line(error)}"
             found += [("degraded", lost)] if lost else []
-        worst = max((_STATES.index(state) for state, _ in found), default=0)
-        self._health, self._looked = Health(_STATES[worst], tuple(why for _, why in found)), self._clock()
+        worst = max((STATES.index(state) for state, _ in found), default=0)
+        self._health, self._looked = Health(STATES[worst], tuple(why for _, why in found)), self._clock()
         return self._health
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 from moejax.core.errors import RequestError
 from moejax.engine.recent import EDGES
 from moejax.serving.health import device_probes
+from moejax.serving.tenants import Tenants
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FAMILIES = {
@@ -48,37 +49,62 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "expert_load": ("gauge", "layer,expert", "share of a layer's assignments in the window of `track_load`"),
     "routing_skew": ("gauge", "layer", "load of the busiest expert over the mean, in that window"),
     "energy_joules": ("counter", "device", "energy of a GPU or of the CPU's packages, where it is told"),
+    "tenant_requests": ("counter", "tenant", "requests of a tenant that were let in"),
+    "tenant_requests_refused": ("counter", "tenant,quota", "requests of a tenant that a quota refused"),
+    "tenant_tokens": ("counter", "tenant,kind", "tokens of a tenant's requests that have ended"),
+    "tenant_time_to_first_token_seconds": ("histogram", "tenant", "arrival to the first token, by tenant"),
 }
-"""Name → type, labels beside `model_name` (but of energy, which is a machine's), meaning."""
-LATENCIES = dict(zip([name for name, (kind, *_) in METRICS.items() if kind == "histogram"],
+"""Name → type, labels beside `model_name` (but of energy, a machine's, and tenants, a server's), meaning."""
+LATENCIES = dict(zip([name for name, (kind, own, _) in METRICS.items() if kind == "histogram" and not own],
     ("ttft", "itl", "tpot", "e2el", "queue"), strict=True))  # fmt: skip
 
 
-def render(llms: Mapping[str, Any]) -> bytes:
-    """Returns all metrics of engines (`LLM`, or what has one as `llm`) by their models' names. Engines that
-    are closed are left out."""
+def observe(llm: Any) -> tuple[list[tuple[str, list[str], float]], dict[str, tuple[np.ndarray, float]]]:
+    """Returns an engine's values and histograms. Raises `RequestError` if it is closed."""
+    return list(_values(llm)), llm.engine.recent.histograms()
+
+
+def render(llms: Mapping[Any, Any], tenants: Tenants | None = None) -> bytes:
+    """Returns all metrics of engines (`LLM`, what has one as `llm`, or what `observe` told) by their models'
+    names, of replicas by (model, replica), which are labels then, and of a server's tenants. Engines that are
+    closed are left out."""
     families: dict[str, Any] = {}
+    whose = ["model_name", *["replica"] * any(isinstance(name, tuple) for name in llms)]
     for name, (kind, own, means) in METRICS.items():
-        labels = ["model_name"] * (name != "energy_joules") + own.split(",") * bool(own)
+        of_engines = "energy" not in name and "tenant" not in own
+        labels = whose * of_engines + own.split(",") * bool(own)
         families[name] = _FAMILIES[kind](f"moejax:{name}", means, labels=labels)
-    for model, given in llms.items():
+    for key, given in llms.items():
+        model = key if isinstance(key, tuple) else (key,)
         llm = getattr(given, "llm", given)
         try:
-            values, observed = list(_values(llm)), llm.engine.recent.histograms()
+            values, observed = llm if isinstance(llm, tuple) else observe(llm)
         except RequestError:
             continue  # closed
         for name, others, value in values:
-            families[name].add_metric([model, *others], value)
+            families[name].add_metric([*model, *others], value)
         for name, latency in LATENCIES.items():
-            counts, total = observed[latency]
-            ends = [*map(floatToGoString, map(float, EDGES[latency])), "+Inf"]
-            buckets = list(zip(ends, np.cumsum(counts).tolist(), strict=True))
-            families[name].add_metric([model], buckets=buckets, sum_value=total)
+            families[name].add_metric([*model], *_buckets(latency, *observed[latency]))
+    for tenant, stats in ({} if tenants is None else tenants.stats).items():
+        if tenant:
+            families["tenant_requests"].add_metric([tenant], stats.admitted)
+            for quota, count in list(stats.refused.items()):
+                families["tenant_requests_refused"].add_metric([tenant, quota], count)
+            for kind, count in list(stats.tokens.items()):
+                families["tenant_tokens"].add_metric([tenant, kind], count)
+            family = families["tenant_time_to_first_token_seconds"]
+            family.add_metric([tenant], *_buckets("ttft", stats.ttft, stats.ttft_s))
     for counter, joules in (item for probe in device_probes() for item in probe.read().counters.items()):
         if joules is not None and counter.endswith("energy_j"):
             families["energy_joules"].add_metric([counter.partition("_")[0]], joules)
     registry: Any = SimpleNamespace(collect=families.values)
     return generate_latest(registry)
+
+
+def _buckets(latency: str, counts: np.ndarray, total: float) -> tuple[list[tuple[str, int]], float]:
+    """Returns a histogram's cumulative buckets, and its sum in seconds."""
+    ends = [*map(floatToGoString, map(float, EDGES[latency])), "+Inf"]
+    return list(zip(ends, np.cumsum(counts).tolist(), strict=True)), total
 
 
 def _values(llm: Any) -> Iterator[tuple[str, list[str], float]]:

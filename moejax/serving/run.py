@@ -5,7 +5,8 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 
 import uvicorn
 
@@ -20,21 +21,34 @@ from moejax.serving.config import ServeSection
 _KEEP_ALIVE_S = 65
 
 
-def serve(llm: LLM, config: ServeSection, name: str, on_ready: Callable[[str], None]) -> None:
+def serve(
+    answering: AbstractAsyncContextManager[Server], config: ServeSection, on_ready: Callable[[str, str], None]
+) -> None:
     """Answers requests until SIGINT or SIGTERM, then ends what runs, or after `serve.drain_s` all.
 
     Args:
-        name: what requests call the model.
-        on_ready: told the address once it takes requests.
+        answering: opens the endpoints within an event loop, see `serving_engine`.
+        on_ready: told the model's name and the address once it takes requests.
 
     Raises:
         ConfigError: a file of keys, or an address that cannot be listened at.
     """
     with listen(config.host, config.port) as listening:
-        if config.warmup:
-            llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
         with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-            runner.run(_serve(llm, config, name, listening, on_ready))
+            runner.run(_serve(answering, config, listening, on_ready))
+
+
+@contextlib.asynccontextmanager
+async def serving_engine(llm: LLM, config: ServeSection, name: str) -> AsyncIterator[Server]:
+    """Opens the endpoints over one engine, whose model requests call by a name."""
+    if config.warmup:
+        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+    engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+    try:
+        with contextlib.closing(Server(engine, config, name)) as server:
+            yield server
+    finally:
+        await engine.close(drain=False)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,12 +70,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    llm: LLM, config: ServeSection, name: str, listening: socket.socket, on_ready: Callable[[str], None]
-) -> None:
-    engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
-    server: Server | None = None
-    try:
-        server = Server(engine, config, name)
+    answering: AbstractAsyncContextManager[Server], config: ServeSection, listening: socket.socket,
+    on_ready: Callable[[str, str], None],
+) -> None:  # fmt: skip
+    async with answering as server:
         options = uvicorn.Config(
             server.app(), log_config=None, http="h11", access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -81,15 +93,11 @@ async def _serve(
         try:
             while not (listener.started or serving.done()):
                 await asyncio.sleep(0.01)
-            on_ready(f"http://{host}:{port}")
+            on_ready(server.name, f"http://{host}:{port}")
             await serving
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-    finally:
-        if server is not None:
-            server.close()
-        await engine.close(drain=False)
 
 
 class _Listener(uvicorn.Server):

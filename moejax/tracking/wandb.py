@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ class WandbTracker(Tracker):
         with tracking_errors(f"W&B image {path} cannot be logged"):
             self._run.log({name: wandb.Image(str(path))})
 
-    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+    def artifact(self, name: str, kind: str, paths: Sequence[Path], aliases: list[str] | None = None) -> None:
         with tracking_errors(f"W&B artifact {name!r} cannot be logged"):
             artifact = wandb.Artifact(name, type=kind)
             for path in paths:
@@ -109,7 +110,7 @@ class WandbTracker(Tracker):
                     artifact.add_dir(str(path), name=Path(path).name, skip_cache=True)
                 else:
                     artifact.add_file(str(path), name=Path(path).name, skip_cache=True)
-            self._run.log_artifact(artifact)
+            self._run.log_artifact(artifact, aliases=aliases)
 
     def finish(self, exit_code: int = 0) -> None:
         """Raises `TrackingError` if the upload does not end in time; the data is then still on disk."""
@@ -199,3 +200,24 @@ def _unreachable(url: str, timeout_s: float) -> str | None:
 
 def _shell_path(path: Path) -> str:
     return shlex.quote(shown_path(path))
+
+
+def publish_model(project: str, folder: Path, name: str, alias: str) -> None:
+    """Sends a model's folder to W&B as a version of artifact `name`, in a run of its own; raises
+    `TrackingError`."""
+    with tempfile.TemporaryDirectory() as out:
+        config = TrackerConfig(kind="wandb", project=project)
+        tracker = WandbTracker(config, RunInfo("models", f"{name}-{folder.name}", Path(out)))
+        try:
+            tracker.artifact(name, "model", [folder], aliases=[alias])
+        finally:
+            tracker.finish()
+
+
+def set_alias(project: str, name: str, alias: str, moved: str) -> None:
+    """Gives an alias to the version of artifact `name` that has another one; raises `TrackingError`."""
+    require_login(TrackerConfig().timeout_s, "or leave out wandb_project")
+    with tracking_errors(f"W&B artifact {project}/{name}:{alias} cannot be given the alias {moved}"):
+        artifact = wandb.Api().artifact(f"{project}/{name}:{alias}", type="model")
+        artifact.aliases.append(moved)
+        artifact.save()

@@ -20,8 +20,9 @@ from moejax.bench.ab.variants import CONTROL, Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import MoejaxBackend
 from moejax.bench.common.agreement import token_agreement
-from moejax.bench.traffic import Lengths, ThroughputWorkload
+from moejax.bench.traffic import Lengths, RequestKind, ThroughputWorkload
 from moejax.bench.workload import WorkloadConfig
+from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.engine.requests.api import CompletionOutput, RequestMetrics, RequestOutput
 from moejax.report.ab import ab_lines
@@ -317,3 +318,46 @@ def test_traffic_is_measured_too(tmp_path, monkeypatch, more):
     assert {row["request_rate"] for row in result["cases"]} == {None if "concurrency" in more else "inf"}
     with pytest.raises(ConfigError, match="an A/B run needs the same requests in every pass"):
         TrafficLoad(dataclasses.replace(workload, duration_s=1.0), list(backends.values()))
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_figures_of_one_tenant_with_and_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """What the others cost it is seen, and its tokens are compared with its own alone."""
+    clock, two = VirtualClock(), EngineConfig(max_num_seqs=2)
+    timed = functools.partial(measure.drive, clock=clock, sleep=clock.sleep)
+    monkeypatch.setattr(measure, "drive", timed)
+    mix = {"victim": RequestKind(share=2.0), "neighbour": RequestKind(output_len=12)}
+    workload = ThroughputWorkload(num_requests=12, prompt_len=6, output_len=4, mix=mix, turns=turns)
+    arms = [
+        Arm(name, [], MoejaxBackend(FakeLLM(two, clock=clock, advance=clock.advance)))
+        for name in ("alone", "beside")
+    ]
+    ab = AbSection(
+        variants={"alone": [], "beside": ["x=1"]}, rounds=8, tenant="victim", alone=["alone"],
+        metrics=["mean_ttft_ms", "max_ttft_ms"],
+    )  # fmt: skip
+    with run_into(tmp_path, "throughput_ab") as this:
+        result = run_ab(arms, workload, ab, this)
+    found = by_metric(result["verdicts"])
+    assert found["mean_ttft_ms"]["outcome"] == "worse" and found["mean_ttft_ms"]["ratio"] > 1.5
+    alone, _, beside = result["cases"]
+    assert alone["equal_requests"] == beside["equal_requests"] == 1.0
+    assert alone["batch_size"] == beside["batch_size"] < alone["num_requests"] == 12
+    rows = {(row["variant"], row["group"]): row["requests"] for row in result["groups"]}
+    victims = 8 * alone["batch_size"]
+    assert rows == {("beside", "tenant victim"): victims, ("beside", "tenant neighbour"): 96 - victims}
+
+
+def test_a_tenant_that_is_not_there_is_told() -> None:
+    workload = ThroughputWorkload(num_requests=4, prompt_len=6, output_len=4, mix={"a": RequestKind()})
+    with pytest.raises(ConfigError, match=r"ab\.tenant: unknown tenant 'b' .*a"):
+        TrafficLoad(workload, [MoejaxBackend(FakeLLM())], "b")
+    two: dict[str, list[str]] = {"one": [], "two": ["x=1"]}
+    for more, message in (
+        ({"alone": ["one"]}, "it needs ab.tenant"),
+        ({"alone": ["three"], "tenant": "a"}, "unknown variant 'three'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            AbSection(variants=two, **more)

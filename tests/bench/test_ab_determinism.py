@@ -85,6 +85,7 @@ def test_equal_prompts_are_told_apart() -> None:
     assert rows_of(swapped, PROMPTS).tolist() == [1] * 4 + [0] * 4
 
 
+@pytest.mark.slow
 def test_training_forward_beside_the_engine() -> None:
     """It computes what the engine does, and what it is given to replay: nothing differs, unless that does."""
     config = EngineConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32, compile_cache=False)

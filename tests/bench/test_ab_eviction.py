@@ -49,6 +49,7 @@ def test_needles_come_again_behind_themselves_and_behind_others() -> None:
         assert row[NEEDLE:-NEEDLE] == other[NEEDLE:-NEEDLE] == window[:-NEEDLE]
 
 
+@pytest.mark.slow
 def test_text_is_decoded_as_it_is_scored() -> None:
     """Token by token what a score gives at once; a window holds less, of every sequence the same."""
     llm = LLM(ONE_LAYER, dtype="float32", load_format="dummy", engine=CONFIG)

@@ -96,6 +96,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return run(out, list(PRESETS)), out / "run"
 
 
+@pytest.mark.slow
 def test_experts_popularity_can_be_a_traces(
     done: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def engine(config: ModelConfig, preset: PolicyPreset | None) -> LLM:
 @pytest.mark.parametrize(
     ("family", "name"),
     slow_but(
-        [("gqa", "batch")],
+        [],
         [(family, name) for family in FAMILIES for name in PRESETS],
     ),
 )

@@ -97,7 +97,7 @@ def check(layout: str, family: str, model: Any, single: Any, *, skewed: bool = F
         pytest.param("tp8", "olmoe", False, marks=pytest.mark.slow),
         pytest.param("ep8", "qwen3_moe", False, marks=pytest.mark.slow),
         pytest.param("ep4_tp2", "qwen2_moe", False, marks=pytest.mark.slow),
-        ("dp_attention_ep4_tp2", "deepseek_v3", False),
+        pytest.param("dp_attention_ep4_tp2", "deepseek_v3", False, marks=pytest.mark.slow),
         pytest.param("tp8", "minimax_m2", False, marks=pytest.mark.slow),
         pytest.param("ep4_tp2", "hunyuan_v1_moe", False, marks=pytest.mark.slow),
         pytest.param("tp8", "gemma3_text", False, marks=pytest.mark.slow),

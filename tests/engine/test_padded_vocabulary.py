@@ -80,6 +80,7 @@ def check(layout: str, family: str, tied: bool, model: Any, single: Any) -> None
     llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_what_one_device_gives(model: Any, single: Any) -> None:
     check("tp8", "dense", True, model, single)
 

@@ -169,6 +169,7 @@ def test_stages_from_a_checkpoint(tmp_path: Path) -> None:
     assert [out.outputs[0].token_ids for out in three.generate(asked, params(max_tokens=3))] == wanted
 
 
+@pytest.mark.slow
 def test_stages_read_one_buffer() -> None:
     """A stage whose layers all have windows reads the plan where the others do."""
     runner: Any = LLM(MODEL, load_format="dummy", engine=ENGINE, parallel=ParallelConfig(pp=3)).runner
@@ -282,6 +283,7 @@ def ran(build: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return llm, log
 
 
+@pytest.mark.slow
 def test_steps_follow_each_other_without_a_pause(ran: Any) -> None:
     llm, log = ran
     llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 5, 7]], params(max_tokens=20))
@@ -297,6 +299,7 @@ def test_steps_follow_each_other_without_a_pause(ran: Any) -> None:
     assert len(idle) <= 2 + 2
 
 
+@pytest.mark.slow
 def test_each_stage_runs_microbatches_in_order(ran: Any) -> None:
     llm, log = ran
     llm.generate(prompts(7), params())

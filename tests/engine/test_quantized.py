@@ -111,9 +111,8 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, model: Any, tmp_
     assert got == [out.outputs[0].token_ids for out in floats.generate(asked, GREEDY)]
 
 
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("dequantize", marks=pytest.mark.slow), "pallas_triton"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["dequantize", "pallas_triton"])
 def test_each_implementation_gives_the_same_tokens(implementation: str) -> None:
     asked = prompts(2)
     engine = dataclasses.replace(ENGINE, max_num_seqs=2, seq_buckets=[2], num_blocks=12, block_buckets=[12],
@@ -131,7 +130,8 @@ def test_each_implementation_gives_the_same_tokens(implementation: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", pytest.param("fp8_block128", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_block128"])
 def test_float8_as_bits_is_float8(fmt: str, model: Any, tmp_path: Path) -> None:
     """Codes kept as bits give the same tokens and logprobs, and the same checkpoint."""
     found = []
@@ -211,7 +211,6 @@ MESHES = {
     ("dp_attention_ep8", "mixtral"): (LAYOUTS["dp_attention_ep8"], rtn("fp8")),
     ("pp2_ep4", "qwen3_moe"): (LAYOUTS["pp2_ep4"], rtn("int8")),
 }
-QUICK = ("tp2",)
 
 
 def agree_but_for_ties(got: Any, want: Any) -> None:
@@ -226,14 +225,9 @@ def agree_but_for_ties(got: Any, want: Any) -> None:
         assert np.median(np.abs(a - b)) <= RELATIVE * np.abs(b).max()
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case[0] in QUICK else [pytest.mark.slow], id="-".join(case))
-        for case in MESHES
-    ],
-)
+@pytest.mark.parametrize("case", MESHES, ids="-".join)
 def test_a_mesh_gives_what_one_device_gives(case: tuple[str, str], model: Any) -> None:
     parallel, quant = MESHES[case]
     directory = model(case[1])

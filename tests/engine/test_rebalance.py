@@ -222,6 +222,7 @@ def test_where_experts_cannot_move_by_themselves(
     check_rebalance(AUTOMATIC, sound, config, 1)
 
 
+@pytest.mark.slow
 def test_a_rebalanced_model_is_saved_in_the_experts_order(directory: Path, wide: LLM, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     assert wide.rebalance(rng.integers(1, 1000, (3, 16)), min_gain=0.0).applied

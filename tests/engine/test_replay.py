@@ -83,7 +83,8 @@ def as_shipped(name: str, *marks: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        *("chunked_plain_loop", "static", PREEMPTING, as_shipped("chunked")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunked_plain_loop", "static")),
+        *(PREEMPTING, as_shipped("chunked")),
         *(as_shipped(name, pytest.mark.slow) for name in ("static", "preempting")),
     ],
 )

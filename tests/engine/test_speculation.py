@@ -14,6 +14,7 @@ from moejax.engine.scheduling import speculation
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, GroupPlan, StepPlan, draft_plans
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.speculation import NgramProposer, Speculation, SuffixProposer
+from moejax.engine.scheduling.utility import Utility
 from tests.engine.asks import Ask
 from tests.engine.host_engine import LOOPS, HostEngine, Limits, chunks_of, decodes_of
 from tests.examples import slow_but
@@ -153,10 +154,16 @@ def test_drafts_of_a_runner_are_made_one_after_another_for_all_groups() -> None:
 # -- as many as pay -----------------------------------------------------------------------------------
 
 
-def seconds_under_utility(pace: Callable[[int, bool], float], right: float, requests: int) -> float:
+def seconds_under_utility(
+    pace: Callable[[int, bool], float], right: float, requests: int, blind: bool = False
+) -> float:
     """Returns the time in which requests of 512 tokens decode where `pace` tells that of a step, by its rows
     beyond one a sequence and by whether it is launched alone."""
     engine, seconds = HostEngine(Limits(k=4, right=right, utility=True, num_blocks=2_000, overlap=True)), []
+    speculation = engine.scheduler.speculation
+    assert speculation is not None and speculation.utility is not None
+    if blind:
+        engine.utility = speculation.utility = Utility(4, speculation.utility.times, blind=True)
 
     def timed(rows: int, alone: bool) -> float:
         seconds.append(pace(max(0, rows - requests), alone))
@@ -195,6 +202,26 @@ def test_as_many_drafts_as_pay(right: float, lonely: float, each: float, request
     seconds = seconds_under_utility(pace, right, requests)
     # Two hundredths are the margin's, and the pauses' in proposing, which save the host's time.
     assert seconds <= min(best / (0.90 - noise / 2), 512 / (0.92 - noise / 4))
+
+
+BLIND = [(0.0, 0.3, 0.2, 1), (1.0, 0.3, 0.2, 1), (0.8, 0.0, 1.0, 1), (0.5, 0.3, 0.2, 1), (0.8, 0.3, 0.1, 3)]
+
+
+@pytest.mark.parametrize(("right", "lonely", "each", "requests"), slow_but(BLIND[:1], BLIND))
+def test_what_a_model_drafts_is_judged_where_it_is_made(
+    right: float, lonely: float, each: float, requests: int
+) -> None:
+    """The steps that find out cost a tenth at most, where all drafts would take up to twice as long."""
+    times = [1 + lonely * (n > 0) + requests * each * n for n in range(5)]
+    gains = [1 + sum(right**place for place in range(1, number + 1)) for number in range(5)]
+    best = 512 * min(time / gain for time, gain in zip(times, gains, strict=True))
+
+    def pace(drafts: int, alone: bool) -> float:
+        return 1 + lonely * alone + each * drafts
+
+    seconds = seconds_under_utility(pace, right, requests, blind=True)
+    assert best <= seconds <= 1.1 * best
+    assert right or seconds > best  # something was tried
 
 
 @pytest.mark.parametrize(("first", "then", "least", "most"), [(0.2, 8.0, 250, 330), (8.0, 0.2, 200, 330)])

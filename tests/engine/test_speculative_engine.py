@@ -418,10 +418,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "static": (lambda: speculating(tight(batching="static")), "does not go with engine.batching=static"),
     "no drafts": (lambda: SpeculationConfig(method="ngram", k=0), "engine.speculation.k must be"),
     "unknown": (lambda: SpeculationConfig(method="eagle"), "engine.speculation.method"),
-    "utility": (
-        lambda: SpeculationConfig(method="self_layers", depth="utility"),
-        "depth=utility does not go with method=self_layers",
-    ),
     "ngrams": (lambda: SpeculationConfig(max_ngram=1), "max_ngram=1 is below min_ngram=2"),
     "no draft": (
         lambda: SpeculationConfig(method="draft"),

@@ -54,7 +54,7 @@ def test_a_wrong_goal_is_one_line_and_leaves_nothing(argument: str, message: str
 
 def test_every_experiment_with_a_result_takes_goals() -> None:
     goal = '[{metric:compile_seconds,op:"<",value:9,source:x}]'
-    without = {"compare", "dashboard", "doctor", "generate", "goals", "routing", "serve"}
+    without = {"compare", "dashboard", "doctor", "generate", "goals", "models", "routing", "serve"}
     for name in sorted({*names()} - without):
         config = compose([f"goals={goal}"], name)
         assert [item.metric for item in config.goals] == ["compile_seconds"], name

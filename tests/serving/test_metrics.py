@@ -16,11 +16,13 @@ from moejax.engine.llm import LLM
 from moejax.engine.routing.expert_counts import LoadWindow
 from moejax.serving import metrics as metrics_module
 from moejax.serving.metrics import METRICS, render
+from moejax.serving.tenants import Stats
 from moejax.tracking.probes import RaplProbe, Sample
 from tests.engine.tiny import PROPERTY, small_config
 from tests.serving.stub import request, serve, stub
 
 ROOT = Path(__file__).parents[2]
+SERVED = Stats(2, Counter(max_requests=3), Counter(prompt=4))
 ENDS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -80,13 +82,15 @@ def _energy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_energy")
 def test_every_metric_is_there_with_its_type_and_labels() -> None:
-    text = render({"m": SimpleNamespace(llm=tracked())})  # as an AsyncLLM has one
+    # An AsyncLLM has an engine, too.
+    text = render({"m": SimpleNamespace(llm=tracked())}, SimpleNamespace(stats={"gold": SERVED}))
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     assert families.keys() == {f"moejax:{name}" for name in METRICS}
     for name, (kind, labels, means) in METRICS.items():
         family = families[f"moejax:{name}"]
         assert (family.type, family.documentation) == (kind, means)
-        wanted = {*labels.split(",")} - {""} | ({"model_name"} if name != "energy_joules" else set())
+        whole = name == "energy_joules" or name.startswith("tenant_")
+        wanted = {*labels.split(",")} - {""} | (set() if whole else {"model_name"})
         assert {frozenset(s.labels) - {"le"} for s in family.samples} == {frozenset(wanted)}
     assert value(text, "routing_skew", layer="0") == 2.0
     assert value(text, "expert_load", layer="0", expert="1") == 0.25

@@ -28,6 +28,7 @@ from moejax.serving.app import Server
 from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
 from moejax.serving.run import listen
+from moejax.serving.tenants import Tenants
 from tests.engine.tiny import main_config, write_model
 
 ENGINE = EngineConfig(
@@ -348,6 +349,49 @@ def test_a_bound_on_requests(llm: LLM) -> None:
         assert httpx.get(f"{address}/ready").status_code == 503
 
 
+def test_tenants_and_their_quotas(llm: LLM, tmp_path: Path) -> None:
+    """Who is over a quota is told when to come again; what was reserved is given back, streams' too."""
+    keys = tmp_path / "tenants.toml"
+    quotas = "tokens_per_minute = 150\nrequests_per_minute = 6"
+    keys.write_text(f'[gold]\nkeys = ["k1"]\n{quotas}\nslo_class = "batch"\n[free]\nkeys = ["k2"]\n')
+    with served(llm, api_keys_file=str(keys)) as (address, server):
+        server.tenants.clock = lambda: 7.0
+
+        def ask(key: str, where: str = "completions", **body: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": [1, 2, 3, 4], "max_tokens": 6, "ignore_eos": True, **body}
+            if where != "completions":
+                del body["prompt"]
+            return httpx.post(f"{address}/v1/{where}", json=body, headers=headers, timeout=60)
+
+        assert ask("k1", prompt=[[1, 2], [3, 4]]).status_code == 200  # 16 tokens
+        assert events(ask("k1", stream=True))[-1]["choices"]  # 10
+        assert ask("k1", prompt=[]).status_code == 400  # none
+        over = ask("k1", n=21)  # 130
+        assert over.status_code == 429 and over.headers["retry-after"] == "60"
+        assert re.search("over tokens_per_minute=150 of this key; try again in", error_of(over))
+        assert ask("k1", n=30).status_code == 400 and ask("k1", slo_class="interactive").status_code == 400
+        assert ask("k2", n=20).status_code == 200
+        chat = ask("k1", "chat/completions", messages=[USER], stream=True, max_tokens=40, n=3)
+        assert chat.status_code == 429
+        llm.pause("keep")
+        with httpx.Client(base_url=address, timeout=0.5) as client, pytest.raises(httpx.TimeoutException):
+            body = {"prompt": [1], "max_tokens": 60, "stream": True}
+            client.post("/v1/completions", json=body, headers={"Authorization": "Bearer k1"})
+        began = time.monotonic()
+        while server.tenants.accounts["gold"].running:
+            assert time.monotonic() - began < 30
+            time.sleep(0.01)
+        llm.unpause()
+        assert ask("k1", n=15).status_code == 200  # 94, beside 27
+        told = httpx.get(f"{address}/metrics").text
+        assert 'moejax:tenant_requests_total{tenant="gold"} 6.0' in told
+        assert 'moejax:tenant_tokens_total{kind="generation",tenant="free"} 120.0' in told
+        assert 'moejax:tenant_requests_refused_total{quota="tokens_per_minute",tenant="gold"} 2.0' in told
+        over = ask("k1", max_tokens=1)
+        assert "over requests_per_minute=6" in error_of(over)
+
+
 def test_keys_and_admin(model_dir: Path, tmp_path: Path) -> None:
     keys, admin = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("first\nsecond\n")
@@ -367,12 +411,15 @@ def test_keys_and_admin(model_dir: Path, tmp_path: Path) -> None:
             assert ask("/admin/pause", "root").json() == {"done": "pause"} and llm.stats()["paused"]
             assert ask("/admin/unpause", "root").json() == {"done": "unpause"}
             assert ask("/admin/reload", "root", path=str(model_dir)).json() == {"done": "reload"}
+            kept = ask("/admin/reload", "root", path=str(model_dir), running="keep")
+            assert kept.json() == {"done": "reload"}
             again = ask("/v1/completions", "first", prompt="a", **GREEDY)
             assert again.json()["choices"] == wanted.json()["choices"]
             for path, body, message in (
                 ("/admin/explode", {}, "unknown action 'explode'"),
                 ("/admin/reload", {}, "path must be a text"),
                 ("/admin/reload", {"path": str(tmp_path / "none")}, "none"),
+                ("/admin/reload", {"path": str(model_dir), "running": "later"}, "unknown mode 'later'"),
                 ("/admin/pause", {"x": 1}, "takes none"),
                 ("/admin/rebalance", {}, "rebalance"),
                 ("/admin/profile_stop", {}, "profile_stop"),
@@ -383,7 +430,7 @@ def test_keys_and_admin(model_dir: Path, tmp_path: Path) -> None:
     for path, message in ((tmp_path / "no", "cannot be read"), (tmp_path / "empty", "has no key")):
         (tmp_path / "empty").write_text("\n")
         with pytest.raises(ConfigError, match=message):
-            ServeSection(api_keys_file=str(path)).keys("api_keys_file")
+            Tenants(str(path))
 
 
 @pytest.mark.slow

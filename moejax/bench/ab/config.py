@@ -32,6 +32,8 @@ class AbSection(Checked, section="ab"):
         seed: of the order in which the variants take turns.
         mismatch: set the log-probabilities of what each engine samples beside those of a training forward of
             the first variant's weights, with its own routing and with the engine's replayed.
+        tenant: whose requests of `workload.mix` all figures are of, but for the table by tenant; None: all.
+        alone: variants that are sent that tenant's requests without the others'.
     """
 
     enabled: bool = False
@@ -42,6 +44,8 @@ class AbSection(Checked, section="ab"):
     metrics: list[str] = field(default_factory=list)
     seed: int = 0
     mismatch: bool = False
+    tenant: str | None = None
+    alone: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +60,10 @@ class AbSection(Checked, section="ab"):
         if self.target is not None and self.max_rounds < self.rounds:
             raise ConfigError(f"ab.max_rounds {self.max_rounds} is below ab.rounds {self.rounds}")
         _check_metrics("ab.metrics", self.metrics)
+        for name in self.alone:
+            if self.tenant is None or name not in self.all_variants:
+                wrong = unknown("variant", name, self.all_variants) if self.tenant else "it needs ab.tenant"
+                raise ConfigError(f"ab.alone: {wrong}")
 
     @property
     def all_variants(self) -> dict[str, list[str]]:

@@ -17,14 +17,14 @@ from moejax.bench.ab.variants import Arm
 from moejax.bench.backends.base import Backend
 from moejax.bench.backends.moejax import engine_of
 from moejax.bench.backends.peer_ratios import blank_unknown
-from moejax.bench.driver import drive
+from moejax.bench.driver import TrafficRun, drive
 from moejax.bench.latency.cases import plan_batches, prepare_peer, run_case
 from moejax.bench.latency.measure import batch_records
 from moejax.bench.throughput.measure import warm_up
 from moejax.bench.throughput.modes import Mode, plan_traffic
-from moejax.bench.traffic import ThroughputWorkload, plan_fields
+from moejax.bench.traffic import PlannedRequest, ThroughputWorkload, plan_fields
 from moejax.bench.workload import WorkloadConfig
-from moejax.core.errors import ConfigError, RequestError
+from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.engine.requests.api import RequestOutput
 from moejax.report.progress import Task, progress
 from moejax.results.metrics import Metrics, RequestRecord, compute_metrics, record_row
@@ -94,12 +94,18 @@ class TrafficLoad:
     """Requests that arrive over time, as `experiments.throughput` has them: one case, or one for each number
     of users. Members are those of `BatchLoad`.
 
+    Args:
+        tenant, alone: see `AbSection`, with backends for variants.
+
     Raises:
-        ConfigError: a request that does not fit a backend's model or cache, or the clock decides how many
-            there are.
+        ConfigError: a request that does not fit a backend's model or cache, a tenant without any, or the
+            clock decides how many there are.
     """
 
-    def __init__(self, workload: ThroughputWorkload, backends: Sequence[Backend]) -> None:
+    def __init__(
+        self, workload: ThroughputWorkload, backends: Sequence[Backend], tenant: str | None = None,
+        alone: Sequence[Backend] = (),
+    ) -> None:  # fmt: skip
         if workload.duration_s is not None:
             raise ConfigError(
                 "an A/B run needs the same requests in every pass: leave out workload.duration_s"
@@ -108,9 +114,26 @@ class TrafficLoad:
         self.plan = plan_traffic(backends, workload)
         self.records: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
         self.loads = [dataclasses.replace(workload, concurrency=users) for users in workload.users]
-        self.cases: list[dict[str, Any]] = [
-            {**plan_fields(self.plan, load), "batch_size": len(self.plan)} for load in self.loads
+        self.tenant, self._alone = tenant, {id(backend) for backend in alone}
+        own = [asked for asked in self.plan if tenant in (None, asked.options.tenant)]
+        self.own = [  # a conversation is one tenant's, its requests one after the other
+            dataclasses.replace(asked, follows=None if asked.follows is None else place - 1)
+            for place, asked in enumerate(own)
         ]
+        if not own:
+            known = sorted({asked.options.tenant for asked in self.plan})
+            raise ConfigError(f"ab.tenant: {unknown('tenant', str(tenant), known)}")
+        self.cases: list[dict[str, Any]] = [
+            {**plan_fields(self.plan, load), "batch_size": len(self.own)} for load in self.loads
+        ]
+
+    def _sent(self, backend: Backend) -> list[PlannedRequest]:
+        return self.own if id(backend) in self._alone else self.plan
+
+    def _of_tenant(self, passed: TrafficRun) -> TrafficRun:
+        """Returns a pass as if its tenant's requests had been all."""
+        own = tuple(one for one in passed.served if self.tenant in (None, one.record.options.tenant))
+        return dataclasses.replace(passed, served=own)
 
     def warm_up(self, backend: Backend, case: int) -> None:
         if not case:
@@ -120,18 +143,18 @@ class TrafficLoad:
         backend.reset_stats()
         gc.collect()
         load = self.loads[case]
-        passed = drive(backend, self.plan, load.sampling, workload=load, case=case, agree=agree)
+        passed = drive(backend, self._sent(backend), load.sampling, workload=load, case=case, agree=agree)
         passed.require_completed(backend.name)
         if load.mix:
             self.records[id(backend), case] += [item.record for item in passed.measured]
-        return passed.metrics(self.workload.slo), passed.rows(self.workload.slo)
+        return self._of_tenant(passed).metrics(self.workload.slo), passed.rows(self.workload.slo)
 
     def tokens(self, backend: Backend, case: int) -> list[list[int]]:
-        at_once = [dataclasses.replace(request, arrival_s=0.0) for request in self.plan]
+        at_once = [dataclasses.replace(request, arrival_s=0.0) for request in self._sent(backend)]
         passed = drive(backend, at_once, self.workload.sampling, agree=agree)
         if error := next((request.error for request in passed.served if request.error), None):
             raise RequestError(error)
-        return [list(request.token_ids) for request in passed.served]
+        return [list(request.token_ids) for request in self._of_tenant(passed).served]
 
 
 Load = BatchLoad | TrafficLoad

@@ -1,7 +1,7 @@
 """`run_ab`: arms, rounds, verdicts, result, report."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,12 @@ def run_ab(
         OutputError, TrackingError: the results cannot be written or tracked.
     """
     arms = [arms[0], _control(arms[0]), *arms[1:]]
-    kind: Callable[..., Load] = BatchLoad if isinstance(workload, WorkloadConfig) else TrafficLoad
-    load = kind(workload, [arm.backend for arm in arms])
+    backends = [arm.backend for arm in arms]
+    alone = [arm.backend for arm in arms if (arm.shares if arm.name == CONTROL else arm.name) in ab.alone]
+    if isinstance(workload, WorkloadConfig):
+        load: Load = BatchLoad(workload, backends)
+    else:
+        load = TrafficLoad(workload, backends, ab.tenant, alone)
     check_rounds(ab.rounds if ab.target is None else ab.max_rounds, len(arms) - 2, load.cases, ab.metrics)
     if ab.mismatch:
         check_mismatch(arms, load)

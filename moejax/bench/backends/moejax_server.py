@@ -113,7 +113,7 @@ class MoejaxServer(OpenAIEndpoint):
 def _serve(pipe: Connection, open_llm: Callable[[], LLM], log: Path) -> None:
     """The process: opens the engine, serves it, and calls it as the pipe says until that ends."""
     from moejax.serving.config import ServeSection
-    from moejax.serving.run import serve
+    from moejax.serving.run import serve, serving_engine
 
     with open(log, "wb") as said:
         for descriptor in (1, 2):
@@ -135,10 +135,11 @@ def _serve(pipe: Connection, open_llm: Callable[[], LLM], log: Path) -> None:
         with open_llm() as llm:
             thread = threading.Thread(target=answer, args=(llm,), daemon=True)
 
-            def ready(address: str) -> None:
+            def ready(name: str, address: str) -> None:
                 pipe.send((None, address))
                 thread.start()
 
-            serve(llm, ServeSection(port=0, max_requests=1 << 16, drain_s=1.0), "moejax", ready)
+            section = ServeSection(port=0, max_requests=1 << 16, drain_s=1.0)
+            serve(serving_engine(llm, section, "moejax"), section, ready)
     except MoejaxError as error:
         pipe.send((one_line(error), None))

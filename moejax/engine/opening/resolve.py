@@ -27,8 +27,10 @@ from moejax.engine.routing.replay import RoutingReplay, open_replay
 from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.groups import check_cache_tiers, check_compaction
 from moejax.engine.scheduling.policies import Policy, make_policy
+from moejax.engine.scheduling.speculation import check_speculation
 from moejax.engine.step.ledger import enable_compile_cache
 from moejax.engine.tiers.experts import check_tiers
+from moejax.models.mtp import mtp_config
 from moejax.models.registry import config_from_hf
 from moejax.moe.expert_parallel import model_exchange
 from moejax.nn.activation import activation
@@ -72,7 +74,8 @@ class ResolvedEngine:
         microbatches: the most that a step is cut into.
         replay: the routing that steps are told; None: routers choose.
         resolutions: what was decided, and why.
-        draft: the other model that drafts, if one does.
+        draft: the other model that drafts, or the MTP layer, if one does.
+        is_mtp: whether this is a model's MTP layer, and `config` that of the layer.
     """
 
     parallel: ParallelConfig
@@ -100,6 +103,7 @@ class ResolvedEngine:
     replay: RoutingReplay | None
     resolutions: list[Resolution]
     draft: "ResolvedEngine | None" = None
+    is_mtp: bool = False
 
     def variant(self, engine: EngineConfig) -> "ResolvedEngine":
         """Returns the same model with the same weights behind another engine.
@@ -236,14 +240,20 @@ def _with_draft(resolved: ResolvedEngine) -> ResolvedEngine:
         ConfigError, CheckpointError: there is no such model, or not one whose drafts the other can verify.
     """
     engine, vocab = resolved.engine, resolved.config.vocab_size
-    name = engine.speculation.draft
-    if engine.speculation.method != "draft" or name is None:
+    name, method = engine.speculation.draft, engine.speculation.method
+    if method not in ("draft", "mtp"):
         return dataclasses.replace(resolved, draft=None)
     shared = ("platform", "kernels", "moe", "block_size", "compile_cache", "max_num_seqs", "autotune")
     fields = {field: getattr(engine, field) for field in (*shared, "max_num_batched_tokens")}
     alone = EngineConfig(max_model_len=resolved.max_model_len, **fields)
     quant, seed = QuantConfig(kv_cache=resolved.quant.kv_cache), resolved.seed
     form = "dummy" if resolved.source is None else "auto"
+    if method == "mtp":
+        config, own = mtp_config(resolved.quantization.original or resolved.config), {"replay": None}
+        alike: dict[str, Any] = {"engine": alone, "quant": quant, "quantization": QuantizationPlan({}), **own}
+        draft = dataclasses.replace(resolved, config=config, is_mtp=True, draft=None, window=None, **alike)
+        return dataclasses.replace(resolved, draft=draft)
+    assert name is not None
     try:
         draft = resolve(name, resolved.config.dtype, resolved.parallel, alone, quant, seed, form)
     except (ConfigError, CheckpointError) as error:
@@ -277,7 +287,7 @@ def engine_limits(
     check_capture(engine.capture_routing, config)
     check_rebalance(engine.rebalance, parallel, config, jax.process_count())
     _check_preemption(engine, config)
-    _check_speculation(engine, parallel, config)
+    check_speculation(engine, parallel, config)
     _check_deterministic(engine, parallel, config)
     window = _window(engine, config, longest or positions)
     check_kv_policy(engine, parallel, config, kernels, window["window"])
@@ -360,37 +370,6 @@ def _check_preemption(engine: EngineConfig, config: ModelConfig) -> None:
     }
     asked = engine.preemption != "recompute"
     refuse(f"engine.preemption={engine.preemption}", asked, refusals, "; use recompute")
-
-
-def _check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
-    """Raises `ConfigError` where drafts would leave their traces, or change what others get, and for what
-    the model has too few of to draft."""
-    speculation = engine.speculation
-    counts = {
-        "experts": config.num_experts_per_tok if any(config.moe_layers) else 0,
-        "layers": config.num_layers,
-    }
-    for name, count in counts.items():
-        if speculation.method == f"self_{name}" and (asked := getattr(speculation, name) or 1) > count:
-            raise ConfigError(
-                f"engine.speculation.{name}={asked}: a token of the model goes through {count} {name}; lower "
-                "it, or use another engine.speculation.method"
-            )
-    refusals = {
-        f"parallel.pp={parallel.pp}, whose stages would draft one after another": (
-            speculation.on_device and parallel.pp > 1
-        ),
-        "linear attention, whose states cannot be taken back": any(config.linear_layers),
-        f"{engine.moe.by_batch} depends on the batch": engine.moe.by_batch and any(config.moe_layers),
-        "parallel.exchange_capacity: what is dropped depends on the batch": (
-            parallel.exchange_capacity is not None
-        ),
-        "engine.adapters.slots, of which the drafting model has none": (
-            speculation.method == "draft" and engine.adapters.slots > 0
-        ),
-    }
-    asked = speculation.most > 0
-    refuse(f"engine.speculation.method={speculation.method}", asked, refusals, "; use none")
 
 
 def _check_deterministic(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:

@@ -36,7 +36,9 @@ from moejax.engine.step.bucket_runner import PlannedSteps
 from moejax.engine.step.device_runner import DeviceRunner
 from moejax.engine.step.ledger import CompileLedger, PartLedger
 from moejax.engine.step.limits import CacheSpec
+from moejax.engine.step.mtp import MtpFunctions, MtpRunner
 from moejax.engine.tiers.runner import TieredRunner
+from moejax.models.mtp import MtpDecoder
 from moejax.perf.sizes import KV_CODE_BYTES, state_bytes
 from moejax.sharding.distributed import agree
 from moejax.sharding.pipeline import split_layers, stage_config
@@ -152,10 +154,14 @@ def make_runner(
             folder = Path(tiers.disk_dir) if tiers.disk_dir else cache_root() / "blocks"
             runner.store = BlockStore(slots, slots - places, BlockFile(folder, places, tiers.queue_depth))
         if resolved.draft is not None and draft is not None:
+            kind, functions = DeviceRunner, draft.functions[0]
+            if isinstance(mtp := draft.stages[0], MtpDecoder):
+                mtp.share(weights.stages[0])
+                kind, functions = MtpRunner, MtpFunctions(mtp)
             # Its layers with a sliding window keep all tokens: the model's may have another window, or none.
             kept = cache._replace(dtype=resolved.draft.kv_cache.value, window=None, window_blocks=0)
-            DeviceRunner(
-                draft.functions[0],
+            kind(
+                functions,
                 dataclasses.replace(resolved.engine, capture_routing=False),
                 kept,
                 PartLedger(ledger, "draft"),

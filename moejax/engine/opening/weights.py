@@ -26,6 +26,7 @@ from moejax.engine.step.program import PagedFunctions
 from moejax.engine.tiers.experts import ExpertTiers, identity_of_files
 from moejax.engine.tiers.program import PartFunctions
 from moejax.models.decoder import Decoder
+from moejax.models.mtp import MtpDecoder
 from moejax.moe.replicas import Placed, held_experts
 from moejax.nn.param import OnValue, ParamSpec, Skip, initialize, iter_params, specs
 from moejax.nn.quantized import quantized_weights, replace_weights, weight_size
@@ -226,14 +227,14 @@ def load_stage(
     """
 
     def build(config: ModelConfig) -> Decoder:
-        return Decoder(
-            config,
-            moe=resolved.moe,
-            kernels=resolved.kernels,
-            parallel=resolved.parallel,
-            axes=place.axes,
-            layers=layers,
-        )
+        options: dict[str, Any] = {
+            "moe": resolved.moe,
+            "kernels": resolved.kernels,
+            "parallel": resolved.parallel,
+            "axes": place.axes,
+            "layers": layers,
+        }
+        return MtpDecoder(resolved.config, **options) if resolved.is_mtp else Decoder(config, **options)
 
     def at(declared: Mapping[str, ParamSpec]) -> Mapping[str, jax.sharding.Sharding]:
         assert isinstance(place, MeshDevices)

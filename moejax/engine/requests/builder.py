@@ -65,6 +65,8 @@ class RequestBuilder:
         told = repr((resolved.config, resolved.kv_cache.value, quant.method, quant.format, drawn, policy))
         self.model = hashlib.sha256(told.encode()).hexdigest()[:16]
         self.by_tenant = resolved.prefix_cache.share == "tenant"
+        tenants = resolved.engine.scheduling.tenants
+        self.isolated = {name for name, tenant in tenants.items() if tenant.isolated}
         self.engine, self._open = resolved.engine, 0.0
         self.constraints = Constraints(self.tokenizer, self.vocab_size, self.eos_token_ids)
         self._ids = itertools.count()
@@ -148,7 +150,8 @@ class RequestBuilder:
 
     def identity(self, options: RequestOptions, adapter: LoadedAdapter | None, verified: bool) -> Hashable:
         """Returns what keys and values are shared by, besides tokens (`moejax.cache.prefix`)."""
-        tenant = options.tenant if self.by_tenant else ()
+        alone = self.by_tenant or options.tenant in self.isolated
+        tenant = options.tenant if alone else ()
         return (tenant, verified) if adapter is None else (tenant, verified, adapter.digest)
 
     def _verified(self, params: SamplingParams) -> bool:

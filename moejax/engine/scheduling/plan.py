@@ -193,17 +193,22 @@ Plan = StepPlan | GroupPlan
 """A step's plan as the loop and runners read it."""
 
 
-def draft_plans(plan: Plan) -> list[Plan]:
-    """Returns the steps that make a plan's unknown drafts, in order: each decodes the token before them."""
+def draft_plans(plan: Plan, after_hidden: bool = False) -> list[Plan]:
+    """Returns the steps that make a plan's unknown drafts, in order: each decodes the token before them.
+
+    Args:
+        after_hidden: the first drafts are there already, and of the others each is made one position earlier
+            (`moejax.engine.step.mtp`).
+    """
     drafts = [draft for part in plan.groups for draft in part.drafts.values() if not draft.tentative]
     numbers = {len(draft.tokens) for draft in drafts if draft.token == UNKNOWN}
     plans: list[Plan] = []
-    for number in sorted(numbers):
+    for number in sorted(numbers - {1} if after_hidden else numbers):
         parts = [StepPlan(drafting=number) for _ in plan.groups]
         for part, whole in zip(parts, plan.groups, strict=True):
             rows = [row for row, draft in whole.drafts.items() if len(draft.tokens) == number]
             part.decodes = [whole.decodes[row] for row in rows]
-            part.positions = [whole.positions[row] - 1 for row in rows]
+            part.positions = [whole.positions[row] - 1 - after_hidden for row in rows]
             if number > 1:
                 part.drafts = {i: Draft((UNKNOWN,) * (number - 1)) for i in range(len(rows))}
         plans.append(parts[0] if len(parts) == 1 else GroupPlan(parts))

@@ -229,6 +229,7 @@ class Scheduler:
             speculation.give_back(plan, self.allocator)
         if self.speculation is not None:
             self.speculation.judge(dict.fromkeys(sequence for _, sequence in taken))
+            self.speculation.learn(plan)
         return taken
 
     def take_saves(self) -> list[tuple[int, int]]:

@@ -19,7 +19,10 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
-from moejax.core.scheduling import SpeculationConfig
+from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError, refuse
+from moejax.core.parallel import ParallelConfig
+from moejax.core.scheduling import MTP_FAMILIES, SpeculationConfig
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
 from moejax.engine.scheduling.utility import Judged, Utility
@@ -159,6 +162,14 @@ class OnDevice(Proposer):
         return [] if any(len(bias.after) > 1 for bias in sequence.biases) else [UNKNOWN] * most
 
 
+class AfterHidden(OnDevice):
+    """Leaves it to the runner, which needs what the model computed last of the sequence, in its slot."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        fresh = sequence.computed - 1 <= sequence.cached  # what it has was moved here
+        return [] if fresh else super().propose(sequence, most)
+
+
 class ForcedProposer(Proposer):
     """Drafts what a grammar leaves no choice of (`moejax.engine.grammar`)."""
 
@@ -178,6 +189,7 @@ PROPOSERS: dict[str, Callable[[SpeculationConfig], Proposer]] = {
     "self_experts": OnDevice,
     "self_layers": OnDevice,
     "draft": OnDevice,
+    "mtp": AfterHidden,
 }
 
 
@@ -255,7 +267,7 @@ class Speculation:
             return [()] * len(sequences)
         found = [*map(self._propose, sequences)]
         for sequence, account, drafts in zip(sequences, accounts, found, strict=True):
-            if not account.open:
+            if not account.open and not self.utility.blind:
                 account.begin(sequence.tokens, drafts)
         chances = [account.chances(len(drafts)) for account, drafts in zip(accounts, found, strict=True)]
         counts = self.utility.choose(chances, budget)
@@ -274,7 +286,7 @@ class Speculation:
 
     def judge(self, sequences: Iterable[Sequence]) -> None:
         """Sets what was proposed for sequences beside the tokens that they have now."""
-        if self.utility is None:
+        if self.utility is None or self.utility.blind:
             return
         for sequence in sequences:
             if sequence.state is not State.FINISHED:
@@ -282,6 +294,18 @@ class Speculation:
                 account.see(sequence.tokens)
                 if account.due(sequence.tokens) and not self.utility.drafting and self.depth(sequence):
                     account.begin(sequence.tokens, self._propose(sequence))
+
+    def learn(self, plan: StepPlan) -> None:
+        """Takes note of which drafts of a plan were right, where it shows in that alone."""
+        if self.utility is None or not self.utility.blind or plan.chunks:
+            return
+        self.utility.stepped(bool(plan.drafts))
+        right: dict[Sequence, list[bool]] = {}
+        for row, draft in plan.drafts.items():
+            right.setdefault(plan.decodes[row], []).append(draft.accepted)
+        for sequence, accepted in right.items():
+            if sequence.state is not State.FINISHED:
+                self._account(sequence).take(len(accepted), sum(accepted))
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note that a sequence has ended."""
@@ -308,3 +332,41 @@ class Speculation:
         for row in plan.drafts:
             if plan.decodes[row].state is State.RUNNING and not plan.decodes[row].tentative:
                 allocator.shrink(plan.decodes[row].blocks, plan.decodes[row].computed)
+
+
+def check_speculation(engine: EngineConfig, parallel: ParallelConfig, config: ModelConfig) -> None:
+    """Raises `ConfigError` where drafts would leave their traces, or change what others get, and for what
+    the model has too few of to draft."""
+    speculation = engine.speculation
+    counts = {
+        "experts": config.num_experts_per_tok if any(config.moe_layers) else 0,
+        "layers": config.num_layers,
+    }
+    for name, count in counts.items():
+        if speculation.method == f"self_{name}" and (asked := getattr(speculation, name) or 1) > count:
+            raise ConfigError(
+                f"engine.speculation.{name}={asked}: a token of the model goes through {count} {name}; lower "
+                "it, or use another engine.speculation.method"
+            )
+    refusals = {
+        f"parallel.pp={parallel.pp}, whose stages would draft one after another": (
+            speculation.on_device and parallel.pp > 1
+        ),
+        "linear attention, whose states cannot be taken back": any(config.linear_layers),
+        f"{engine.moe.by_batch} depends on the batch": engine.moe.by_batch and any(config.moe_layers),
+        "parallel.exchange_capacity: what is dropped depends on the batch": (
+            parallel.exchange_capacity is not None
+        ),
+        "engine.adapters.slots, of which the drafting model has none": (
+            speculation.method in ("draft", "mtp") and engine.adapters.slots > 0
+        ),
+        "several devices (parallel)": speculation.method == "mtp" and not parallel.is_single,
+        "a checkpoint without MTP layers (config.json: num_nextn_predict_layers)": (
+            speculation.method == "mtp" and not config.mtp_layers
+        ),
+        f"the MTP layers of {config.family}; known are those of {', '.join(MTP_FAMILIES)}": (
+            speculation.method == "mtp" and config.family not in MTP_FAMILIES
+        ),
+    }
+    asked = speculation.most > 0
+    refuse(f"engine.speculation.method={speculation.method}", asked, refusals, "; use none")

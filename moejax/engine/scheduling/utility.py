@@ -11,6 +11,7 @@ one has ended, and their rows take time: on models with experts each may hit exp
 What drafts would get right is known without computing any, since the tokens are those of plain decoding:
 proposals are set beside the tokens that come (`Judged`). What steps take is measured while they run
 (`StepTimes`), that of sizes and ways not in use anew after a while, so that it is the machine's as it is.
+What a model drafts is known only where it is made: a few steps draft all, at first and after each wait.
 """
 
 from collections import defaultdict, deque
@@ -36,6 +37,9 @@ DRIFT = 1.5
 
 GAIN, KEPT_GAIN = 1.15, 1.05
 """Ratios of speeds from which drafts begin, and go on: they are estimates, of which the best are too good."""
+
+PROBES = 4
+"""Steps that make all drafts, so that those of a model are judged and timed."""
 
 MEMORY = 8
 """Judged proposals of a sequence that count about as much as all before."""
@@ -141,6 +145,12 @@ class Judged:
         """Sets a proposal beside what will follow `tokens`."""
         self._start, self._proposal = len(tokens), proposal
 
+    def take(self, proposed: int, right: int) -> None:
+        """Takes in how many drafts of a step were right."""
+        self._add(proposed, right)
+        if self.prior is not None:
+            self.prior._add(proposed, right)
+
     def see(self, tokens: Sequence[int]) -> None:
         """Takes in a sequence's tokens so far."""
         if self._proposal is None:
@@ -150,9 +160,7 @@ class Judged:
         if right is None and len(new) < max(1, len(self._proposal)):
             return
         right = len(self._proposal) if right is None else right
-        self._add(len(self._proposal), right)
-        if self.prior is not None:
-            self.prior._add(len(self._proposal), right)
+        self.take(len(self._proposal), right)
         self._pause = 0 if right else min(2 * self._pause + 1, LONGEST_PAUSE)
         self._proposal = None
 
@@ -173,18 +181,31 @@ class Utility:
 
     Args:
         times: of steps; data-parallel groups share them.
+        blind: drafts are known only when they are verified.
     """
 
-    def __init__(self, most: int, times: StepTimes) -> None:
-        self.most, self.times = most, times
+    def __init__(self, most: int, times: StepTimes, blind: bool = False) -> None:
+        self.most, self.times, self.blind = most, times, blind
         self.all = Judged(most)
         self.drafting = False
+        self._probes, self._rest, self._wait = PROBES * blind, 0, FIRST_WAIT
+
+    def stepped(self, drafted: bool) -> None:
+        """Takes note of a step, where drafts are blind."""
+        self._rest = 0 if drafted else self._rest + 1
+        if drafted:
+            self._wait = self._wait if self._probes else FIRST_WAIT
+            self._probes = max(0, self._probes - 1)
+        elif self._rest >= self._wait:
+            self._probes, self._rest, self._wait = PROBES, 0, min(2 * self._wait, LONGEST_WAIT)
 
     def worth(self, accounts: Sequence[Judged]) -> bool:
         """Tells whether steps with drafts of these sequences are faster; decided anew at each step."""
         plain, sequences = self.times.without_drafts(len(accounts)), len(accounts)
         least = KEPT_GAIN if self.drafting else GAIN
         self.drafting = False
+        if self._probes:
+            return bool(accounts) and plain is not None
         gains = sorted((gain for account in accounts for gain in _gains(account.right)), reverse=True)
         if accounts and plain is not None and exp(sum(gains) / sequences) > least:
             self.drafting = max(self._speeds(sequences, gains, plain)) * plain > least
@@ -192,6 +213,8 @@ class Utility:
 
     def choose(self, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         """Returns how many of its drafts each sequence gets in a step, of at most `budget` in all."""
+        if self._probes:
+            return [*map(len, chances)]
         # A draft never gains more than the one before it, so that sorting keeps their order.
         drafts = sorted(
             ((gain, -index) for index, row in enumerate(chances) for gain in _gains(row)), reverse=True

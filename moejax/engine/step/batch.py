@@ -287,11 +287,15 @@ class BatchBuilder:
         mode = key.mode._replace(penalty=False, logprobs=-1)
         if self.limits.drafter.acceptance == "rejection":
             mode = SamplerMode(biases=mode.biases)
+        if self.limits.mtp:  # which drafts for rows that biases and masks are not known of yet
+            mode = mode._replace(biases=0, masked=False)
         return key._replace(mode=mode, record=False, draft=DRAFTS)
 
     def following(self, key: StepKey) -> StepKey:
-        """Returns the step that only stores keys and values where another one samples, too."""
-        return key._replace(mode=SamplerMode(), record=False, prompt_logprobs=-1, draft=FOLLOWS)
+        """Returns the step that only stores keys and values where another one samples, too; of an MTP layer
+        the step that does so after it, and makes the first drafts."""
+        mode = self.drafting(key).mode if self.limits.mtp else SamplerMode()
+        return key._replace(mode=mode, record=False, prompt_logprobs=-1, draft=FOLLOWS)
 
     def _fill(self, buffer: np.ndarray, plan: StepPlan, key: StepKey, tables: list[BlockTables]) -> None:
         """Writes a plan into its part of the buffer, all zero before."""
@@ -325,6 +329,8 @@ class BatchBuilder:
                 views["draft"][row] = self._token(draft, plan.decodes[row])
         if self.replay is not None:
             self.replay.fill(views, plan, first)
+        if key.draft and self.limits.mtp:
+            self._after_hidden(views, plan, key)
 
     def empty(self, key: StepKey) -> np.ndarray:
         """Returns a buffer that computes nothing and writes nothing, to rehearse a step."""
@@ -396,7 +402,26 @@ class BatchBuilder:
                 if sequence.adapter is not None:
                     slots[place] = sequence.adapter.slot
 
+    def _after_hidden(self, views: dict[str, np.ndarray], plan: StepPlan, key: StepKey) -> None:
+        """Makes the model's batch one of its MTP layer: beside what the model put out for a token stands the
+        token after it, which is known, or -1 - i for what row i has just sampled; and one more is drafted."""
+        views["step"][: len(plan.sequences)] += 1
+        if key.draft != FOLLOWS:
+            return
+        row = len(plan.decodes)
+        views["token"][:row] = -1 - np.arange(row)
+        places, start = list(zip(plan.decodes, plan.positions, strict=True)), 0
+        for chunk, forks in zip(plan.chunks, plan.forks, strict=True):
+            end = chunk.start + chunk.count
+            after = [*chunk.sequence.tokens[chunk.start + 1 : end + 1], -1 - row][: chunk.count]
+            views["chunk_token"][start : start + chunk.count] = after
+            places += [(sequence, end - 1) for sequence in (chunk.sequence, *forks)]
+            start, row = start + chunk.count, row + 1 + len(forks)
+        views["slot"][:row] = [self.limits.first_draft(s.slot, position) for s, position in places]
+
     def _token(self, draft: Draft, sequence: Sequence) -> int:
+        if self.limits.mtp and draft.tokens == (UNKNOWN,):
+            return -1 - self.limits.first_draft(sequence.slot, len(sequence.tokens) - 2)
         number = 0 if draft.tentative else len(draft.tokens)
         return draft.token if draft.token != UNKNOWN else -1 - self.limits.place(sequence.slot, number)
 

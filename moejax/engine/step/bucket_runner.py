@@ -78,7 +78,8 @@ class PlannedSteps:
     def reset(self) -> None: ...
 
     def launch(self, plan: Plan) -> StepResult:
-        self.keys |= dict.fromkeys(map(self.builder.key, (*draft_plans(plan), *self.builder.parts(plan))))
+        drafts = draft_plans(plan, self.builder.limits.mtp)
+        self.keys |= dict.fromkeys(map(self.builder.key, (*drafts, *self.builder.parts(plan))))
         return StepResult([self.token] * len(plan.sequences), padded_tokens=plan.num_tokens)
 
     def save(self, plan: Plan) -> None: ...
@@ -298,7 +299,7 @@ class BucketRunner(ABC):
             alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
             if self.leader is not None:
                 keys = list(dict.fromkeys(map(self.builder.following, keys)))
-            if self.drafter is None:
+            if self.drafter is None and (not self.limits.mtp or self.limits.drafter.k > 1):
                 keys += dict.fromkeys(map(self.builder.drafting, alone))
         keys = list(dict.fromkeys(keys))
         self.compile_ahead(keys)

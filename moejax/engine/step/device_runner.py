@@ -77,8 +77,8 @@ class DeviceRunner(BucketRunner):
         store_slots: blocks of each group that the host's store has room for.
         leader: whose steps this one's cache follows, and whose drafts it makes.
 
-    `last` is that of `DeviceState`, and the leader's; `drafter` is who follows, if anybody does; `arrays` are
-    its own of all layers'.
+    `last` and `hidden` are those of `DeviceState`, the first the leader's; `drafter` is who follows, if
+    anybody does; `arrays` are its own of all layers'.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class DeviceRunner(BucketRunner):
         self.leader = None if leader is None else weakref.proxy(leader)  # a circle would keep its weights
         self.drafter: DeviceRunner | None = None
         self._last: jax.Array
+        self.hidden: jax.Array | None = None
         self.place = place or SingleDevice()
         self.functions = functions
         model = functions.config
@@ -185,9 +186,15 @@ class DeviceRunner(BucketRunner):
             runner.copy_blocks(plan)
             if runner.store_slots and runner.pool.host_reads:
                 runner._writing.append(plan.groups[0].written(self.limits.block_size))
-        drafter = self.drafter or self
-        for drafts in draft_plans(plan):
+        drafter, after = self.drafter or self, self.limits.mtp
+        for drafts in draft_plans(plan, after):
             drafter._run(*drafter.builder.build(drafts))
+        if after:
+            launched, build = self._launched(plan), drafter.builder
+            assert launched.output.sampled is not None
+            given = launched.output.x, launched.output.sampled.tokens
+            drafter._run(*build.build(plan, build.following(launched.key)), given)
+            return launched
         if drafter is not self:
             build = drafter.builder
             drafter._run(*build.build(plan, build.following(build.key(plan))))
@@ -292,13 +299,14 @@ class DeviceRunner(BucketRunner):
 
         return self.ledger.get("save blocks" if saving else "load blocks", MoveKey(size), build, shapes)
 
-    def _run(self, key: StepKey, buffer: np.ndarray) -> PagedOutput:
+    def _run(self, key: StepKey, buffer: np.ndarray, *given: Any) -> PagedOutput:
         step = self.program(key)
-        given = DeviceState(self.take_pages(key), self.pool.take_states(), self.last, self._seen_of(key))
-        state, output = self.place.ready(step(self.functions.leaves, given, self.place.put(buffer)))
+        pages, states = self.take_pages(key), self.pool.take_states()
+        state = DeviceState(pages, states, self.last, self._seen_of(key), self.hidden)
+        state, output = self.place.ready(step(self.functions.leaves, state, self.place.put(buffer), *given))
         self.put_pages(key, state.pages)
         self.pool.states = state.states
-        self.last = state.last
+        self.last, self.hidden = state.last, state.hidden
         if key.mode.penalty:
             self._seen = state.seen
         return output
@@ -358,16 +366,16 @@ class DeviceRunner(BucketRunner):
         """Returns the step of a bucket, to be compiled."""
 
         def build() -> jax.stages.Wrapped:
-            def step(leaves: Any, state: DeviceState, buffer: jax.Array) -> Any:
+            def step(leaves: Any, state: DeviceState, buffer: jax.Array, *given: Any) -> Any:
                 limits, place = self.limits, self.place
-                return self.functions.step(leaves, state, buffer, key=key, limits=limits, place=place)
+                return self.functions.step(leaves, state, buffer, *given, key=key, limits=limits, place=place)
 
             return self.place.compiled(step, self._shapes(key), donate=1, output=True)
 
         return Program("step", key, build, lambda: self._shapes(key))
 
-    def _shapes(self, key: StepKey) -> tuple[Any, DeviceState, Any]:
-        """Returns the shapes of a step's weights, state and buffer."""
+    def _shapes(self, key: StepKey) -> tuple[Any, ...]:
+        """Returns the shapes of a step's weights, state and buffer, and of what else it is given."""
         slots, struct = self.limits.slots + 1, self.place.struct
         pages = chain.from_iterable(pool.shapes(count) for pool, count in self.segments(key))
         vocab_size = self.functions.config.vocab_size

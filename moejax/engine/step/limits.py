@@ -109,7 +109,19 @@ class Limits(NamedTuple):
     @property
     def places(self) -> int:
         """Counts the places of `last` (`moejax.engine.step.program.DeviceState`)."""
-        return self.place(0, 1 + (self.drafter.k if self.drafter else 0))
+        drafts = self.drafter.k if self.drafter else 0
+        return self.place(0, 1 + drafts + (1 + drafts) * self.mtp)
+
+    @property
+    def mtp(self) -> bool:
+        """Tells whether the drafter continues the model's hidden states (`moejax.engine.step.mtp`)."""
+        return self.drafter is not None and self.drafter.method == "mtp"
+
+    def first_draft(self, slot: int, position: int) -> int:
+        """Returns where `last` has the draft that was made beside the token that a slot's row at `position`
+        sampled: a ring, since the next drafts continue one of a sequence's 1 + k latest rows."""
+        assert self.drafter is not None
+        return self.place(slot, 1 + self.drafter.k + position % (1 + self.drafter.k))
 
     def place(self, slot: int, draft: int = 0) -> int:
         """Returns where `last` has the token that a slot sampled last, or the so many-th draft after it."""

@@ -33,12 +33,14 @@ class DeviceState(NamedTuple):
             drafts are made on the device, as many places follow for the slots' first drafts, and so on.
         seen: int32 `[slots + 1, V]`, twice the times that a slot's output has each token, and 1 more if its
             prompt has it; None in a step without penalties.
+        hidden: `[places of last, D]`, what an MTP layer put out beside each draft; None of other models.
     """
 
     pages: Pages
     states: States
     last: jax.Array
     seen: jax.Array | None
+    hidden: jax.Array | None = None
 
 
 class PagedOutput(NamedTuple):
@@ -49,7 +51,7 @@ class PagedOutput(NamedTuple):
         counts, overflow: int32 `[L, E]` and `[2]`, where routing is recorded; of a stage's own layers.
         prompt_logprobs: of the `[T]` tokens that follow the chunks', where they are asked for.
         captured: of the S + T tokens, where routing is captured; None also of a stage without experts.
-        x: `[S + T, D]`, what the next stage takes, by group; None from the last one.
+        x: `[S + T, D]`, what the next stage takes, by group, or what an MTP layer continues; else None.
         decoded: int32 `[S]`, what the rows decoded, where the host does not know their drafts yet.
         mass: float32 `[S, blocks]`, the attention that each row's queries gave the blocks of its sequence,
             where a policy goes by it; mean over heads, and over layers that have all of them.
@@ -115,15 +117,8 @@ class PagedFunctions(ModelFunctions):
         else:
             assert given is not None
             x = given
-        slots, plans = (batch.slot, batch.seen_as), (batch.attention, batch.window)
-        kinds, L = self.config.cache_kinds(limits.window)[: len(model.stage)], len(model.stage)
-        pages = tuple(segment[:L] for segment in state.pages)
-        policy = limits.kv_policy
-        evicted = Evicted(policy.span, limits.table_width if policy.weighs else 0)
-        cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels, evicted)
-        x, cache, traces = run_layers(model, x[:, None], batch, cache, None if key.draft else batch.replay)
-        pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))
-        state = state._replace(pages=pages, states=cache.states + state.states[L:])
+        replay = None if key.draft else batch.replay
+        x, state, traces, mass = self.compute(model, x, batch, state, replay, limits)
         if key.draft:
             if key.draft != FOLLOWS:
                 state, *_ = finish(model, x, batch, token, state, key)
@@ -140,10 +135,32 @@ class PagedFunctions(ModelFunctions):
         state, *told = finish(model, x, batch, token, state, key)
         sampled, prompt = place.gather_groups(told)
         decoded = place.gather_groups(token) if limits.drafter and not key.tokens else None
-        mass = None
+        left = x[:, 0] if limits.mtp else None
+        return state, PagedOutput(sampled, counts, overflow, prompt, captured, left, decoded, mass)
+
+    def compute(
+        self,
+        model: Decoder,
+        x: jax.Array,
+        batch: Batch,
+        state: DeviceState,
+        replay: Replay | None,
+        limits: Limits,
+    ) -> tuple[jax.Array, DeviceState, tuple[RoutingTrace | None, ...], jax.Array | None]:
+        """Runs the model's layers on x `[S + T, D]`; returns (x `[S + T, 1, D]`, the state with what they
+        keep of it, their traces, see `PagedOutput.mass`)."""
+        slots, plans = (batch.slot, batch.seen_as), (batch.attention, batch.window)
+        kinds, L = self.config.cache_kinds(limits.window)[: len(model.stage)], len(model.stage)
+        pages = tuple(segment[:L] for segment in state.pages)
+        policy = limits.kv_policy
+        evicted = Evicted(policy.span, limits.table_width if policy.weighs else 0)
+        cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels, evicted)
+        x, cache, traces = run_layers(model, x[:, None], batch, cache, replay)
+        pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))
+        state, mass = state._replace(pages=pages, states=cache.states + state.states[L:]), None
         if cache.mass is not None:
             mass = cache.mass / (self.config.num_heads * kinds.count("blocks"))
-        return state, PagedOutput(sampled, counts, overflow, prompt, captured, decoded=decoded, mass=mass)
+        return x, state, traces, mass
 
 
 @jax.named_scope("inputs")
