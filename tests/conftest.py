@@ -183,7 +183,7 @@ def forget_programs() -> Iterator[None]:
 def forget_programs_of_a_long_file() -> Iterator[None]:
     """Looking takes a while, so not after each test."""
     yield
-    if next(TESTS_DONE) % 50 == 0:
+    if next(TESTS_DONE) % 10 == 0:
         forget_above(TOO_MANY_MAPS)
 
 
