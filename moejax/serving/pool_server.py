@@ -1,5 +1,6 @@
 """The endpoints over an `EnginePool`: each request goes to the `Server` of the model that it names."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -30,7 +31,11 @@ class PoolServer(Server):
         self.split = Split(config.split) if config.split else None
         if config.split and config.name:  # a request that names none is for all of them
             self.name = config.name
-        pool.on_close = lambda name: self._servers[name][0].close() if name in self._servers else None
+        pool.on_close = self._closed
+
+    def _closed(self, name: str) -> None:
+        if name in self._servers:
+            self._servers.pop(name)[0].close()
 
     def served(self) -> dict[str, LLM]:
         return self.pool.llms
@@ -54,17 +59,21 @@ class PoolServer(Server):
             given = json.loads(body)
         except (ValueError, RecursionError):
             given = None  # which those endpoints tell
-        name = given.get("model") if isinstance(given, dict) else None
-        if self.split is not None and name in (None, self.name) and isinstance(given, dict):
+        llms = self.served()
+        if not isinstance(given, dict):
+            return _Leased(self, next(iter(llms)), body)
+        name = given.get("model")
+        if self.split is not None and name in (None, self.name):
             if request.path_params.get("action") == "split":
                 changes = {key: value for key, value in given.items() if key != "model"}
-                return JSONResponse(self.split.act(changes, self.served()))
-            if not request.path_params:
-                name = self.split.next()
+                return JSONResponse(await asyncio.to_thread(self.split.act, changes, llms))
+            if not request.path_params:  # texts are cut into tokens by the first version
+                asks = request.url.path.startswith("/v1/")
+                name = self.split.next() if asks else next(iter(self.split.weights))
                 body = json.dumps(given | {"model": name}).encode()
         if name is not None and request.path_params:  # /admin/…: actions have no argument of that name
             body = json.dumps({key: value for key, value in given.items() if key != "model"}).encode()
-        name, llms = self.name if name is None else name, self.served()
+        name = self.name if name is None else name
         for own in [own for own, llm in llms.items() if name == own or name in llm.adapters]:
             return _Leased(self, own, body)
         raise _Refused(404, unknown("model", str(name)[:100], llms))
@@ -89,7 +98,7 @@ class _Leased(Response):
                 engine = await stack.enter_async_context(pool.lease(self.name))
             except Exception as error:
                 return await refusal(error)(scope, receive, send)
-            if self.name not in servers or servers[self.name][0].engine is not engine:
+            if self.name not in servers:
                 server = Server(engine, self.server.config, self.name, tenants=self.server.tenants)
                 servers[self.name] = server, server.app()
             await servers[self.name][1](scope, again, send)

@@ -23,7 +23,7 @@ ENGINE = EngineConfig(
     max_num_seqs=4, block_size=4, num_blocks=24, max_num_batched_tokens=16, autotune="rules",
 )  # fmt: skip
 OTHER = dataclasses.replace(ENGINE, policy="priority")
-MODEL = {"model": ONE_LAYER, "load_format": "dummy", "engine": ENGINE}
+MODEL: dict[str, Any] = {"model": ONE_LAYER, "load_format": "dummy", "engine": ENGINE}
 MODELS = {"a": MODEL, "a2": MODEL | {"engine": OTHER}, "b": MODEL | {"seed": 1}}
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPT = [7, 11, 13]
@@ -33,7 +33,7 @@ PROMPT = [7, 11, 13]
 def wanted() -> dict[str, list[int]]:
     tokens = {}
     for name in ("a", "b"):
-        with LLM(**MODELS[name]) as llm:  # type: ignore[arg-type]
+        with LLM(**MODELS[name]) as llm:
             tokens[name] = llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
     return tokens | {"a2": tokens["a"]}
 
@@ -146,6 +146,10 @@ def test_requests_go_to_the_model_they_name(wanted: dict[str, list[int]], tmp_pa
                 own.monitor.check()
             health = await client.get("/health")
             assert health.status_code == 200 and health.json()["state"] == "degraded", "b is paused"
+            async with pool._changing:
+                await pool._close(pool._models["b"])
+            health = await client.get("/health")
+            assert health.json()["state"] == "healthy", "what the pool has closed is not ill"
         server.close()
 
     in_pool(body)

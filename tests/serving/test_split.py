@@ -14,7 +14,7 @@ from moejax.serving.pool_server import PoolServer
 from moejax.serving.split import Split, judge
 from tests.serving.test_pool import PROMPT, in_pool, wanted  # noqa: F401
 
-SPLIT = {"models": {"a": [], "b": []}, "split": {"a": 0.75, "b": 0.25}, "name": "both"}
+SPLIT: dict[str, Any] = {"models": {"a": [], "b": []}, "split": {"a": 0.75, "b": 0.25}, "name": "both"}
 
 
 @pytest.mark.parametrize("weights", [{"a": 0.9, "b": 0.1}, {"a": 1, "b": 2, "c": 5}, {"a": 0.0, "b": 3.0}])
@@ -61,7 +61,7 @@ def test_over_http_and_back(wanted: dict[str, list[int]], tmp_path: Any) -> None
     asked |= {"return_token_ids": True, "detokenize": False}
 
     async def body(pool: EnginePool) -> None:
-        server = PoolServer(pool, ServeSection(admin_keys_file=str(keys), **SPLIT))  # type: ignore[arg-type]
+        server = PoolServer(pool, ServeSection(admin_keys_file=str(keys), **SPLIT))
         transport = httpx.ASGITransport(server.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
 
@@ -79,6 +79,9 @@ def test_over_http_and_back(wanted: dict[str, list[int]], tmp_path: Any) -> None
                 for model in (await client.get("/v1/models")).json()["data"]
             }
             assert listed == {"a": 48, "a2": 48, "b": 48, "both": 48}
+            cut = await client.post("/tokenize", json={"prompt": "x", "model": "both"})
+            assert cut.status_code == 400, "there is no tokenizer, and no request is counted"
+            assert (await client.post("/v1/completions", content=b"{")).status_code == 400
             assert sorted([await answered(model="both") for _ in range(4)]) == ["a", "a", "a", "b"]
             assert [await answered(model=name) for name in ("a", "b")] == ["a", "b"]
             told = (await act(model="both")).json()
