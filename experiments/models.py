@@ -16,9 +16,11 @@ def main(config: ModelsConfig) -> None:
 
     repository, project = Repository(config.root), config.wandb_project
     if project is not None:
+        from moejax.tracking.base import TrackerConfig
         from moejax.tracking.wandb import publish_model, require_login, set_alias
 
-        require_login(30.0, "or leave out wandb_project")  # before anything is changed
+        # Before anything is changed.
+        require_login(TrackerConfig().timeout_s, "or leave out wandb_project")
     match config.action:
         case "add":
             found = [repository.add(config.name or "", config.path or "")]

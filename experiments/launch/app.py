@@ -149,8 +149,10 @@ def _launch(jobs: "_Jobs", config_name: str, argv: list[str], resumed: Path | No
         if plan is not None and not plan.sweep and args.config_dir is None:
             compose_variants(plan.config, config_name, args.overrides)  # which know our own folder only
         if plan is not None and not has_section(jobs.schema, "overwrite"):  # it has no folder to replace
-            if extra := [text for text in argv if text.startswith(("hydra", "-m", "--multirun"))]:
-                raise ConfigError(f"experiments.{config_name} runs and writes nothing: leave out {extra[0]}")
+            if extra := [
+                text for text in argv if text.startswith(("hydra", "-m", "--multirun", "--dry-run"))
+            ]:
+                raise ConfigError(f"experiments.{config_name} has no run folder: leave out {extra[0]}")
             with _hydras_faults():
                 jobs.main(plan.config)
             return 0

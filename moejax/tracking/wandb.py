@@ -203,10 +203,17 @@ def _shell_path(path: Path) -> str:
 
 
 def publish_model(project: str, folder: Path, name: str, alias: str) -> None:
-    """Sends a model's folder to W&B as a version of artifact `name`, in a run of its own; raises
-    `TrackingError`."""
+    """Sends a model's folder to W&B as a version of artifact `name`, in a run of its own.
+
+    Args:
+        project: PROJECT or ENTITY/PROJECT.
+
+    Raises:
+        TrackingError: see `WandbTracker`.
+    """
     with tempfile.TemporaryDirectory() as out:
-        config = TrackerConfig(kind="wandb", project=project)
+        entity, _, own = project.rpartition("/")
+        config = TrackerConfig(kind="wandb", project=own, entity=entity or None)
         tracker = WandbTracker(config, RunInfo("models", f"{name}-{folder.name}", Path(out)))
         try:
             tracker.artifact(name, "model", [folder], aliases=[alias])
@@ -216,7 +223,6 @@ def publish_model(project: str, folder: Path, name: str, alias: str) -> None:
 
 def set_alias(project: str, name: str, alias: str, moved: str) -> None:
     """Gives an alias to the version of artifact `name` that has another one; raises `TrackingError`."""
-    require_login(TrackerConfig().timeout_s, "or leave out wandb_project")
     with tracking_errors(f"W&B artifact {project}/{name}:{alias} cannot be given the alias {moved}"):
         artifact = wandb.Api().artifact(f"{project}/{name}:{alias}", type="model")
         artifact.aliases.append(moved)

@@ -46,7 +46,7 @@ def test_only_a_check_that_fails_makes_the_exit_code(state, code, monkeypatch, c
         ("run=nowhere", "run must be a folder that is there, got 'nowhere'"),
         ("run=.", "no result at result.json: no such file"),
         ("tracker=wandb", "this experiment tracks nothing: leave out tracker=wandb"),
-        ("hydra.run.dir=x", "experiments.doctor runs and writes nothing: leave out hydra.run.dir=x"),
+        ("hydra.run.dir=x", "experiments.doctor has no run folder: leave out hydra.run.dir=x"),
         ("jsn=true", "unknown key 'jsn'; did you mean 'json'? (known: json, run)"),
     ],
 )

@@ -98,8 +98,8 @@ def test_presets_and_runs_are_listed_with_the_newest_verdict_and_nothing_is_writ
     [
         ("nowhere", "runs[0] must be a folder that is there, got 'nowhere'"),
         ("tracker=wandb", "this experiment tracks nothing: leave out tracker=wandb"),
-        ("hydra.run.dir=x", "experiments.goals runs and writes nothing: leave out hydra.run.dir=x"),
-        ("-m", "experiments.goals runs and writes nothing: leave out -m"),
+        ("hydra.run.dir=x", "experiments.goals has no run folder: leave out hydra.run.dir=x"),
+        ("-m", "experiments.goals has no run folder: leave out -m"),
         ("overwrite=true", "unknown key 'overwrite' (known: runs)"),
     ],
 )

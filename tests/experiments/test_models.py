@@ -52,6 +52,7 @@ def test_add_promote_roll_back_list(tmp_path: Path, capsys) -> None:
         (["name=tiny"], "models: unknown model 'tiny' (known: none)"),
         (["wandb_project=x"], "action=list takes no wandb_project; leave it out"),
         (["action=remove"], "action: unknown value 'remove' (known: add, list, promote, rollback)"),
+        (["--dry-run"], "experiments.models has no run folder: leave out --dry-run"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], message: str, capsys) -> None:
@@ -64,7 +65,7 @@ def test_wandb_has_versions_as_artifacts_and_the_stage_as_alias(monkeypatch, cap
 
     class Tracker:
         def __init__(self, config, info) -> None:
-            assert (config.kind, config.project, info.job_type) == ("wandb", "team/moe", None)
+            assert (config.kind, config.entity, config.project) == ("wandb", "team", "moe")
 
         def artifact(self, name, kind, paths, aliases) -> None:
             sent.append((name, kind, [str(path) for path in paths], aliases))
