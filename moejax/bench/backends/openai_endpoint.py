@@ -138,8 +138,6 @@ class OpenAIEndpoint(Backend):
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
         }
-        if params.ignore_eos:
-            extra["min_tokens"] = params.max_tokens
         return {
             "model": self._model,
             "prompt": self._decode(prompt) if text and self._decode else prompt,

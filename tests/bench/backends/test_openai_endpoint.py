@@ -116,7 +116,7 @@ def test_what_is_sent(open_endpoint: Callable[..., Opened], monkeypatch: pytest.
     client.generate([[1, 2]], [params])
     (body,) = server.bodies
     expected = {
-        "model": "fake-moe", "prompt": [1, 2], "max_tokens": 3, "min_tokens": 3, "ignore_eos": True,
+        "model": "fake-moe", "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True,
         "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "priority": 3, "top_k": 9, "stream": True,
         "return_token_ids": True, "seed": 7,
     }  # fmt: skip
