@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moejax.core.errors import RequestError, StepError
+from moejax.core.errors import ConfigError, RequestError, StepError
 from moejax.core.words import one_line
 from moejax.engine.llm import LLM
 from moejax.engine.requests.api import Checkpoint, RequestOptions, RequestOutput, SamplingParams
@@ -41,6 +41,7 @@ class _Entry:
     """A request that somebody awaits."""
 
     request: RequestState
+    told: bool = False  # of its first chunk
     event: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
 
@@ -66,10 +67,19 @@ class AsyncLLM:
         llm: the engine.
         max_requests: requests that may be there at a time; `generate` and `stream` wait for their turn.
         max_unread: chunks that a stream's reader may lag behind before its request is ended.
+        stream_interval: chunks of a request that come as one for each of its samples, at most `max_unread`;
+            the first one comes at once, and with the last one all.
+
+    Raises:
+        ConfigError: an interval that is over `max_unread`.
     """
 
-    def __init__(self, llm: LLM, *, max_requests: int = 1024, max_unread: int = 4096) -> None:
-        self.llm, self.max_unread = llm, max_unread
+    def __init__(
+        self, llm: LLM, *, max_requests: int = 1024, max_unread: int = 4096, stream_interval: int = 1
+    ) -> None:
+        if not 1 <= stream_interval <= max_unread:
+            raise ConfigError(f"stream_interval must be 1 to max_unread={max_unread}, got {stream_interval}")
+        self.llm, self.max_unread, self.stream_interval = llm, max_unread, stream_interval
         self.max_requests = max_requests
         self._room = asyncio.Semaphore(max_requests)
         self._loop = asyncio.get_running_loop()
@@ -141,7 +151,7 @@ class AsyncLLM:
         wait: bool = True,
         on_begin: Callable[[RequestOutput], None] = lambda output: None,
     ) -> AsyncGenerator[StreamChunk, None]:
-        """Yields what each step adds; with n > 1 the samples' chunks alternate. Leaving it, or cancelling its
+        """Yields what each step adds, or each `stream_interval` steps; with n > 1 the samples' chunks alternate. Leaving it, or cancelling its
         task, ends the request. The prompt is checked at the call, not at the first chunk.
 
         Args:
@@ -186,7 +196,7 @@ class AsyncLLM:
                 entry.event.clear()
                 ended = entry.ended  # read first: what comes last is there then
                 if batch := [request.chunks.popleft() for _ in range(len(request.chunks))]:
-                    yield batch
+                    yield batch if self.stream_interval == 1 else _joined(batch)
                 if not ended:
                     await entry.event.wait()
             entry.raise_failure()
@@ -344,7 +354,8 @@ class AsyncLLM:
                 self.llm.engine.abort(entry.request)
             if entry.ended:
                 del self._live[entry]
-            if unread or entry.ended:
+            if entry.ended or unread >= (self.stream_interval if entry.told else 1):
+                entry.told = True
                 woken.append(entry)
         if woken:
             self._wake(woken)
@@ -358,3 +369,14 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(wake)
         except RuntimeError:  # the loop has ended, and nobody waits
             logger.debug("nobody waits for %d requests any more", len(entries))
+
+
+def _joined(batch: list[StreamChunk]) -> list[StreamChunk]:
+    """Returns one chunk for each sample, of all that there are of it."""
+    joined: dict[int, StreamChunk] = {}
+    for chunk in batch:
+        if chunk.index in joined:
+            joined[chunk.index].add(chunk)
+        else:
+            joined[chunk.index] = chunk
+    return list(joined.values())

@@ -23,6 +23,8 @@ class ServeSection(Checked, section="serve"):
         max_requests: requests at a time; more are told to come again (429).
         max_samples: of one prompt (`n`, `best_of`).
         max_unread: chunks that a stream's reader may lag behind.
+        stream_interval: steps whose tokens one chunk of a stream carries, as vLLM has it; its first and last
+            tokens come at once. More lets a step of a small model cost less than telling of it.
         max_body_bytes: of a request.
         max_time_s: seconds from its arrival after which a request ends with what it has; None: never.
         read_timeout_s, write_timeout_s: seconds within which a body must come, and a chunk be taken.
@@ -49,6 +51,7 @@ class ServeSection(Checked, section="serve"):
     max_requests: PositiveInt = 256
     max_samples: PositiveInt = 128
     max_unread: PositiveInt = 4096
+    stream_interval: PositiveInt = 1
     max_body_bytes: PositiveInt = 4_000_000
     max_time_s: PositiveNumber | None = 600.0
     read_timeout_s: PositiveNumber = 10.0
@@ -72,6 +75,12 @@ class ServeSection(Checked, section="serve"):
         """Whether Ray Serve runs the engines."""
         return max(self.replicas, self.max_replicas) > 1
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Those of an `AsyncLLM`."""
+        names = ("max_requests", "max_unread", "stream_interval")
+        return {name: getattr(self, name) for name in names}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.max_replicas < self.replicas:
@@ -85,6 +94,10 @@ class ServeSection(Checked, section="serve"):
                 raise ConfigError(f"serve.split: weights {reason}; its versions are of serve.models")
             if self.name is None or self.name in self.models:
                 raise ConfigError("serve.split needs serve.name, what requests call all of them together")
+        if self.stream_interval > self.max_unread:
+            raise ConfigError(
+                f"serve.stream_interval={self.stream_interval} is over serve.max_unread={self.max_unread}"
+            )
         if self.port > 65535:
             raise ConfigError(f"serve.port must be at most 65535, got {self.port}")
 

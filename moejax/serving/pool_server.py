@@ -109,9 +109,8 @@ async def serving_models(
     models: Mapping[str, Mapping[str, Any]], config: ServeSection
 ) -> AsyncIterator[PoolServer]:
     """Opens the endpoints over several models, name → arguments of `LLM`."""
-    limits = {"max_requests": config.max_requests, "max_unread": config.max_unread}
     memory = config.memory_gb and 1e9 * config.memory_gb
-    pool = EnginePool(models, memory, wait_s=config.wait_s, warmup=config.warmup, **limits)
+    pool = EnginePool(models, memory, wait_s=config.wait_s, warmup=config.warmup, **config.limits)
     try:
         with contextlib.closing(PoolServer(pool, config)) as server:
             yield server

@@ -52,7 +52,7 @@ class Replica:
         self.name, self.llm = name, LLM(**arguments)
         if config.warmup:
             self.llm.warmup(max_total_len=self.llm.max_model_len)
-        self.engine = AsyncLLM(self.llm, max_requests=config.max_requests, max_unread=config.max_unread)
+        self.engine = AsyncLLM(self.llm, **config.limits)
         self.monitor = HealthMonitor(self.llm)
 
     async def stream(

@@ -43,7 +43,7 @@ async def serving_engine(llm: LLM, config: ServeSection, name: str) -> AsyncIter
     """Opens the endpoints over one engine, whose model requests call by a name."""
     if config.warmup:
         llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
-    engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+    engine = AsyncLLM(llm, **config.limits)
     try:
         with contextlib.closing(Server(engine, config, name)) as server:
             yield server

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
-from moejax.core.errors import RequestError, StepError
+from moejax.core.errors import ConfigError, RequestError, StepError
 from moejax.serving.async_llm import Overloaded
 from tests.model_shapes import TWO_LAYERS
 
@@ -125,6 +125,32 @@ def test_a_bound_on_requests_is_a_turn_or_a_refusal(llm: LLM, wanted: list[list[
             assert [output.outputs[0].token_ids for output in outputs] == wanted
 
     asyncio.run(run())
+
+
+def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
+    llm: LLM, wanted: list[list[int]]
+) -> None:
+    params = dataclasses.replace(GREEDY, logprobs=1, n=2)
+
+    async def run() -> None:
+        async with AsyncLLM(llm, stream_interval=3) as engine:
+            outputs: list[RequestOutput] = []
+            chunks = [c async for c in engine.stream(PROMPTS[0], GREEDY)]
+            assert len(chunks[0].token_ids) == 1 and 2 <= len(chunks) <= 4
+            assert [token for chunk in chunks for token in chunk.token_ids] == wanted[0]
+            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            several = [c async for c in engine.stream(PROMPTS[1], params, on_begin=outputs.append)]
+            for sample in outputs[0].outputs:
+                mine = [chunk for chunk in several if chunk.index == sample.index]
+                assert len(mine) < len(sample.token_ids)
+                assert [t for chunk in mine for t in chunk.token_ids] == sample.token_ids == wanted[1]
+                assert [p for chunk in mine for p in chunk.logprobs or ()] == sample.logprobs
+                assert "".join(chunk.text for chunk in mine) == sample.text
+        with pytest.raises(ConfigError, match="stream_interval must be 1 to max_unread=2, got 3"):
+            AsyncLLM(llm, max_unread=2, stream_interval=3)
+
+    asyncio.run(run())
+    nothing_is_left(llm)
 
 
 def test_a_stream_that_nobody_reads_ends(llm: LLM) -> None:

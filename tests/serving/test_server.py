@@ -45,7 +45,7 @@ def served(llm: LLM, name: str = "toy", **section: Any) -> Iterator[tuple[str, S
 
     async def run() -> None:
         config = ServeSection(**section)
-        engine = AsyncLLM(llm, max_requests=config.max_requests, max_unread=config.max_unread)
+        engine = AsyncLLM(llm, **config.limits)
         server = Server(engine, config, name)
         options = uvicorn.Config(server.app(), log_config=None, lifespan="off", http="h11")
         listener = uvicorn.Server(options)

@@ -32,6 +32,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "prompts": ("openai_endpoint", "moejax_server"), "options": (*_LOCAL, "openai_endpoint", "moejax_server"),
     "adapters": ("moejax",), "merged": ("moejax",), "reconfigure_after": ("moejax",),
     "reconfigure_to": ("moejax",), "disaggregate": ("moejax",), "disaggregate_to": ("moejax",),
+    "stream_interval": ("moejax_server",),
 }  # fmt: skip
 # What a backend beside the first takes from the section itself where it has none of its own.
 _SHARED = ("python", "threads")
@@ -57,6 +58,7 @@ class BackendOptions(Checked, section="backend"):
         model: openai_endpoint: the model's name there; None where it serves only one.
         api_key_env: openai_endpoint: the environment variable that holds the key; None: without a key.
         prompts: servers: what is sent; `text` needs the model's tokenizer.
+        stream_interval: moejax_server: steps whose tokens one chunk carries (`serve.stream_interval`).
         timeout_s: longest silence, in seconds, after which a peer counts as hung.
         adapters: moejax: how many random LoRA adapters (of `engine.adapters.rank` and `targets`) requests
             have in turns, or directories in PEFT's format.
@@ -79,6 +81,7 @@ class BackendOptions(Checked, section="backend"):
     model: str | None = None
     api_key_env: str | None = None
     prompts: Prompts = "token_ids"
+    stream_interval: PositiveInt = 1
     timeout_s: PositiveNumber = 600.0
     adapters: NonNegativeInt | list[str] = 0
     merged: bool = False

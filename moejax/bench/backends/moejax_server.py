@@ -45,7 +45,9 @@ class MoejaxServer(OpenAIEndpoint):
         self.name, self.timeout_s, self.log = name, options.timeout_s, log
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, open_llm, log), name=f"backend-{name}")
+        self._process = context.Process(
+            target=_serve, args=(theirs, open_llm, log, options.stream_interval), name=f"backend-{name}"
+        )
         self._process.start()
         theirs.close()
         try:
@@ -110,7 +112,7 @@ class MoejaxServer(OpenAIEndpoint):
             self._process.join()
 
 
-def _serve(pipe: Connection, open_llm: Callable[[], LLM], log: Path) -> None:
+def _serve(pipe: Connection, open_llm: Callable[[], LLM], log: Path, stream_interval: int) -> None:
     """The process: opens the engine, serves it, and calls it as the pipe says until that ends."""
     from moejax.serving.config import ServeSection
     from moejax.serving.run import serve, serving_engine
@@ -139,7 +141,7 @@ def _serve(pipe: Connection, open_llm: Callable[[], LLM], log: Path) -> None:
                 pipe.send((None, address))
                 thread.start()
 
-            section = ServeSection(port=0, max_requests=1 << 16, drain_s=1.0)
+            section = ServeSection(port=0, max_requests=1 << 16, drain_s=1.0, stream_interval=stream_interval)
             serve(serving_engine(llm, section, "moejax"), section, ready)
     except MoejaxError as error:
         pipe.send((one_line(error), None))

@@ -132,7 +132,9 @@ class OpenAIEndpoint(Backend):
     def _body(self, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
         self.check(params)
         text = self._options.prompts == "text" and self._decode is not None
+        # Not as the package's own argument, whose token ids it would check one by one for half of its time.
         extra: dict[str, Any] = {
+            "prompt": self._decode(prompt) if text and self._decode else prompt,
             "ignore_eos": params.ignore_eos,
             "return_token_ids": True,  # vLLM
             "top_k": params.top_k or -1,
@@ -140,7 +142,7 @@ class OpenAIEndpoint(Backend):
         }
         return {
             "model": self._model,
-            "prompt": self._decode(prompt) if text and self._decode else prompt,
+            "prompt": None,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,

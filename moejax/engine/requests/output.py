@@ -22,6 +22,13 @@ class StreamChunk:
     stop_reason: str | int | None
     prompt_logprobs: list[Logprob | None] | None = None
 
+    def add(self, later: "StreamChunk") -> None:
+        """Takes in the chunk that comes next of the same sample."""
+        self.text, self.token_ids = self.text + later.text, self.token_ids + later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 class OutputProcessor:
     """One sample's output. `add` takes tokens until `finished`.
