@@ -152,8 +152,8 @@ class AsyncLLM:
         on_begin: Callable[[RequestOutput], None] = lambda output: None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Yields what each step adds, or each `stream_interval` steps; with n > 1 the samples' chunks
-        alternate. Leaving it, or cancelling its task, ends the request. The prompt is checked at the call, not
-        at the first chunk.
+        alternate. Leaving it, or cancelling its task, ends the request. The prompt is checked at the call,
+        not at the first chunk.
 
         Args:
             wait: as for `generate`.
