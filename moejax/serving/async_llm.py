@@ -28,6 +28,9 @@ from moejax.engine.requests.state import RequestState
 
 logger = logging.getLogger(__name__)
 
+USUAL = (SamplingParams(temperature=0.0), SamplingParams())
+"""What a warm-up compiles for: greedy requests, and those that say nothing of it, which are sampled."""
+
 _LOOK_S = 0.02
 """Seconds after which the thread looks again while the engine is paused, or others run what it has."""
 

@@ -29,8 +29,8 @@ class ServeSection(Checked, section="serve"):
         max_time_s: seconds from its arrival after which a request ends with what it has; None: never.
         read_timeout_s, write_timeout_s: seconds within which a body must come, and a chunk be taken.
         drain_s: seconds that running requests have once the server is told to end.
-        warmup: compile what requests of any length need before the first one, as a measurement wants it; else
-            steps are compiled when they are first met.
+        warmup: compile what requests of any length need before the first one, as a measurement wants it:
+            greedy ones and ones with a temperature alone. All else is compiled when it is first met.
         models: name → overrides of the command line (`serve.models.NAME=[model=tiny]`): several models,
             opened when they are first asked for.
         split: name of one of them → its share of the requests for `name`, which then names no model itself.

@@ -11,7 +11,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError, RequestError, unknown
 from moejax.core.words import byte_words
 from moejax.engine.llm import LLM
-from moejax.serving.async_llm import AsyncLLM, Overloaded
+from moejax.serving.async_llm import USUAL, AsyncLLM, Overloaded
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,7 +139,7 @@ class EnginePool:
     def _llm(self, model: _Model, alike: list[LLM]) -> LLM:
         llm = alike[0].variant(_engine(model.arguments)) if alike else LLM(**model.arguments)
         if self._warmup:
-            llm.warmup(max_total_len=llm.max_model_len)
+            llm.warmup(max_total_len=llm.max_model_len, sampling_params=USUAL)
         return llm
 
     async def _close(self, model: _Model) -> None:

@@ -27,7 +27,7 @@ from moejax.engine.requests.output import StreamChunk
 from moejax.engine.requests.state import RequestState
 from moejax.serving.admin import administer
 from moejax.serving.app import Server
-from moejax.serving.async_llm import AsyncLLM, Overloaded
+from moejax.serving.async_llm import USUAL, AsyncLLM, Overloaded
 from moejax.serving.config import ServeSection
 from moejax.serving.health import HealthMonitor
 from moejax.serving.metrics import CONTENT_TYPE, observe, render
@@ -51,7 +51,7 @@ class Replica:
     def __init__(self, arguments: Mapping[str, Any], config: ServeSection, name: str) -> None:
         self.name, self.llm = name, LLM(**arguments)
         if config.warmup:
-            self.llm.warmup(max_total_len=self.llm.max_model_len)
+            self.llm.warmup(max_total_len=self.llm.max_model_len, sampling_params=USUAL)
         self.engine = AsyncLLM(self.llm, **config.limits)
         self.monitor = HealthMonitor(self.llm)
 

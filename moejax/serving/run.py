@@ -12,9 +12,8 @@ import uvicorn
 
 from moejax.core.errors import ConfigError
 from moejax.engine.llm import LLM
-from moejax.engine.requests.api import SamplingParams
 from moejax.serving.app import Server
-from moejax.serving.async_llm import AsyncLLM
+from moejax.serving.async_llm import USUAL, AsyncLLM
 from moejax.serving.config import ServeSection
 
 # Longer than clients keep idle connections, lest one sends a request as this end closes its own.
@@ -42,7 +41,7 @@ def serve(
 async def serving_engine(llm: LLM, config: ServeSection, name: str) -> AsyncIterator[Server]:
     """Opens the endpoints over one engine, whose model requests call by a name."""
     if config.warmup:
-        llm.warmup(max_total_len=llm.max_model_len, sampling_params=[SamplingParams(temperature=0.0)])
+        llm.warmup(max_total_len=llm.max_model_len, sampling_params=USUAL)
     engine = AsyncLLM(llm, **config.limits)
     try:
         with contextlib.closing(Server(engine, config, name)) as server:

@@ -228,10 +228,7 @@ def test_lm_eval_s_log_likelihoods_are_score_s(
         "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()),
         "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples",
     ]  # fmt: skip
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    dropped = ("PYTHONPATH", "PYTHONWARNINGS")
-    environ = {name: value for name, value in os.environ.items() if name not in dropped} | offline
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    done = run_program(command, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
     told = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -242,6 +239,57 @@ def test_lm_eval_s_log_likelihoods_are_score_s(
         (wanted,) = llm.score([whole])
         likelihood, _ = row["resps"][0][0]
         assert math.isclose(float(likelihood), float(wanted[context - 1 :].sum()), abs_tol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("GUIDELLM", "guidellm")) is None,
+    reason="needs guidellm (moejax[clients])",
+)
+@pytest.mark.parametrize("kind", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_counts_the_tokens_that_it_asked_for(
+    kind: str, model_dir: Path, llm: LLM, address: str, tmp_path: Path
+) -> None:
+    shutil.copy(model_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    backend = {
+        "kind": "openai_http", "target": address, "request_format": kind,
+        "extras": {"body": {"temperature": 0}},
+    }  # fmt: skip
+    report = tmp_path / "report.json"
+    done = run_program(
+        [
+            os.environ.get("GUIDELLM", "guidellm"), "run", "--backend", json.dumps(backend),
+            "--profile", "kind=concurrent,streams=3", "--constraint", "kind=max_requests,count=7",
+            "--tokenizer", f"kind=huggingface_auto,model={tmp_path}",
+            "--data", "kind=synthetic_text,prompt_tokens=12,output_tokens=5",
+            "--output", f"kind=json,path={report}", "--disable-console",
+        ], tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
+    assert len(requests["successful"]) == 7 and not requests["errored"] and not requests["incomplete"]
+    for told in requests["successful"]:
+        body = json.loads(told["request_args"])["body"]
+        if "messages" in body:
+            said = [{"role": m["role"], "content": m["content"][0]["text"]} for m in body["messages"]]
+            prompt: Any = llm.chat_prompt(said)
+        else:
+            prompt = body["prompt"]
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        (wanted,) = llm.generate([prompt], [params])
+        assert told["output"] == wanted.outputs[0].text
+        assert told["output_tokens"] == 5 and told["input_metrics"]["text_tokens"] == len(
+            wanted.prompt_token_ids
+        )
+
+
+def run_program(command: list[str], home: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs a program that may be of another environment, and has no network."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home / "hub")}
+    dropped = ("PYTHONPATH", "PYTHONWARNINGS")
+    environ = {name: value for name, value in os.environ.items() if name not in dropped} | offline
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
 def test_a_server_s_options_are_checked() -> None:
