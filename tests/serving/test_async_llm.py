@@ -128,27 +128,51 @@ def test_a_bound_on_requests_is_a_turn_or_a_refusal(llm: LLM, wanted: list[list[
 
 
 def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
-    llm: LLM, wanted: list[list[int]]
+    llm: LLM, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = dataclasses.replace(GREEDY, logprobs=1, n=2)
+    """Steps are let go one at a time, as far as a number of tokens; a chunk that came early would be seen."""
+    free, taken, told = threading.Semaphore(0), threading.Semaphore(0), list[RequestOutput]()
+    step = llm.engine.step_unless_paused
+
+    def stepped(look_s: float) -> bool:
+        if not free.acquire(timeout=look_s):
+            return False
+        try:
+            return step(look_s)
+        finally:
+            taken.release()
 
     async def run() -> None:
         async with AsyncLLM(llm, stream_interval=3) as engine:
-            outputs: list[RequestOutput] = []
-            chunks = [c async for c in engine.stream(PROMPTS[0], GREEDY)]
-            assert len(chunks[0].token_ids) == 1 and 2 <= len(chunks) <= 4
-            assert [token for chunk in chunks for token in chunk.token_ids] == wanted[0]
-            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-            several = [c async for c in engine.stream(PROMPTS[1], params, on_begin=outputs.append)]
-            for sample in outputs[0].outputs:
+            chunks = engine.stream(PROMPTS[0], GREEDY, on_begin=told.append)
+            got: list[list[int]] = []
+            for count, comes in ((1, 1), (3, 0), (4, 3), (6, 0), (7, 3), (8, 1)):
+                task = asyncio.ensure_future(anext(chunks)) if count in (1, 3, 6, 8) else task
+                while len(told[0].outputs[0].token_ids if told else ()) < count:
+                    free.release()
+                    await asyncio.to_thread(taken.acquire)
+                await asyncio.sleep(0.05)
+                if comes:
+                    got.append((await task).token_ids)
+                    assert len(got[-1]) == comes
+                else:
+                    assert not task.done()
+            assert [token for tokens in got for token in tokens] == wanted[0]
+            assert await anext(chunks, None) is None
+            monkeypatch.undo()
+            params = dataclasses.replace(GREEDY, logprobs=1, n=2)
+            several = [c async for c in engine.stream(PROMPTS[1], params, on_begin=told.append)]
+            for sample in told[1].outputs:
                 mine = [chunk for chunk in several if chunk.index == sample.index]
                 assert len(mine) < len(sample.token_ids)
                 assert [t for chunk in mine for t in chunk.token_ids] == sample.token_ids == wanted[1]
                 assert [p for chunk in mine for p in chunk.logprobs or ()] == sample.logprobs
                 assert "".join(chunk.text for chunk in mine) == sample.text
+                assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + ["length"]
         with pytest.raises(ConfigError, match="stream_interval must be 1 to max_unread=2, got 3"):
             AsyncLLM(llm, max_unread=2, stream_interval=3)
 
+    monkeypatch.setattr(llm.engine, "step_unless_paused", stepped)
     asyncio.run(run())
     nothing_is_left(llm)
 
