@@ -145,9 +145,8 @@ def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
     async def run() -> None:
         async with AsyncLLM(llm, stream_interval=3) as engine:
             chunks = engine.stream(PROMPTS[0], GREEDY, on_begin=told.append)
-            got: list[list[int]] = []
+            got, task = list[list[int]](), asyncio.ensure_future(anext(chunks))
             for count, comes in ((1, 1), (3, 0), (4, 3), (6, 0), (7, 3), (8, 1)):
-                task = asyncio.ensure_future(anext(chunks)) if count in (1, 3, 6, 8) else task
                 while len(told[0].outputs[0].token_ids if told else ()) < count:
                     free.release()
                     await asyncio.to_thread(taken.acquire)
@@ -155,10 +154,11 @@ def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
                 if comes:
                     got.append((await task).token_ids)
                     assert len(got[-1]) == comes
+                    task = asyncio.ensure_future(anext(chunks, None))
                 else:
                     assert not task.done()
             assert [token for tokens in got for token in tokens] == wanted[0]
-            assert await anext(chunks, None) is None
+            assert await task is None
             monkeypatch.undo()
             params = dataclasses.replace(GREEDY, logprobs=1, n=2)
             several = [c async for c in engine.stream(PROMPTS[1], params, on_begin=told.append)]
