@@ -23,8 +23,8 @@ class ServeSection(Checked, section="serve"):
         max_requests: requests at a time; more are told to come again (429).
         max_samples: of one prompt (`n`, `best_of`).
         max_unread: chunks that a stream's reader may lag behind.
-        stream_interval: steps whose tokens one chunk of a stream carries, as vLLM has it; its first and last
-            tokens come at once. More lets a step of a small model cost less than telling of it.
+        stream_interval: steps of its samples that a stream gathers before it tells of them, as vLLM has
+            it; its first and last tokens come at once. Beside a small model's steps each telling has a cost.
         max_body_bytes: of a request.
         max_time_s: seconds from its arrival after which a request ends with what it has; None: never.
         read_timeout_s, write_timeout_s: seconds within which a body must come, and a chunk be taken.

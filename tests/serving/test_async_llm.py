@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from moejax import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from moejax.core.errors import ConfigError, RequestError, StepError
 from moejax.serving.async_llm import Overloaded
+from moejax.serving.config import ServeSection
+from moejax.serving.run import serving_engine
 from tests.model_shapes import TWO_LAYERS
 
 ENGINE = EngineConfig(
@@ -171,10 +173,27 @@ def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
                 assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + ["length"]
         with pytest.raises(ConfigError, match="stream_interval must be 1 to max_unread=2, got 3"):
             AsyncLLM(llm, max_unread=2, stream_interval=3)
+        with pytest.raises(ConfigError, match=r"serve\.stream_interval=3 is over serve\.max_unread=2"):
+            ServeSection(max_unread=2, stream_interval=3)
 
     monkeypatch.setattr(llm.engine, "step_unless_paused", stepped)
     asyncio.run(run())
     nothing_is_left(llm)
+
+
+def test_a_server_s_warm_up_has_compiled_greedy_and_sampled_requests() -> None:
+    async def run() -> None:
+        with LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=ENGINE) as cold:
+            async with serving_engine(cold, ServeSection(warmup=True), "toy") as server:
+                compiled = len(cold.ledger.entries)
+                sampled = dataclasses.replace(GREEDY, temperature=1.0)
+                both = [server.engine.generate(PROMPTS[i], p) for i in (0, 1) for p in (GREEDY, sampled)]
+                await asyncio.gather(*both)
+                await server.engine.generate(PROMPTS[2], sampled)
+                await server.engine.generate(PROMPTS[2], GREEDY)
+                assert compiled and len(cold.ledger.entries) == compiled
+
+    asyncio.run(run())
 
 
 def test_a_stream_that_nobody_reads_ends(llm: LLM) -> None:
