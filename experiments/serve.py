@@ -12,6 +12,7 @@ from experiments.launch.schema import ServeConfig
 def main(config: ServeConfig) -> None:
     from experiments.launch.model import arguments, open_llm
     from experiments.launch.variants import compose_models
+    from moejax.bench.experiment_run import DRY_RUN
     from moejax.core.errors import ConfigError
     from moejax.serving.tenants import Tenants, read_keys
 
@@ -33,17 +34,21 @@ def main(config: ServeConfig) -> None:
 
     read_keys("admin_keys_file", section.admin_keys_file)  # before weights are read
     tenants = Tenants(section.api_keys_file)
+    configs = compose_models(config) if section.models else {"": config}
+    configs = {name: replace(own, engine=tenants.engine(own.engine)) for name, own in configs.items()}
+    if DRY_RUN.get() is not None:
+        for own in configs.values():
+            open_llm(own)
+        return
     if section.models:
-        each = {name: arguments(own) for name, own in compose_models(config).items()}
-        models = {name: own | {"engine": tenants.engine(own["engine"])} for name, own in each.items()}
+        models = {name: arguments(own) for name, own in configs.items()}
         return serve(serving_models(models, section), section, ready)
-    config = replace(config, engine=tenants.engine(config.engine))
     if section.replicated:
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # the devices are the replicas'
-        return serve(serving_replicas(arguments(config), section), section, ready)
-    with open_llm(config) as llm:
+        return serve(serving_replicas(arguments(configs[""]), section), section, ready)
+    with open_llm(configs[""]) as llm:
         name = section.name or (llm.model_dir.name if llm.model_dir else llm.config.family)
         serve(serving_engine(llm, section, name), section, ready)
 

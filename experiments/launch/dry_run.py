@@ -14,7 +14,7 @@ from typing import Any
 from experiments.launch.compose import Plan
 from experiments.launch.model import open_llm
 from experiments.launch.notebook import call_main, with_overrides
-from experiments.launch.schema import GenerateConfig
+from experiments.launch.schema import GenerateConfig, ServeConfig
 from moejax.bench.experiment_run import DRY_RUN, DryRunEnds
 from moejax.bench.ignored import ignored_settings
 from moejax.bench.run_folder import run_files, taken
@@ -71,7 +71,7 @@ def look_ahead(main: Callable[[Any], Any], config: Any) -> list[LLM]:
         getattr(config, "host", HostConfig()).chosen()
         if isinstance(config, GenerateConfig):
             open_llm(config).builder.to_generate(config.prompts, config.sampling)
-        elif hasattr(config, "tracker"):
+        elif hasattr(config, "tracker") or isinstance(config, ServeConfig):
             main(config)
     except DryRunEnds:
         pass
@@ -90,12 +90,13 @@ def _plan(experiment: str, config: Any, folder: Path) -> list[str]:
     lines += [f"  {name} is not started, and so not checked" for name in peers if name != "moejax"]
     unread = ignored_settings(config).items()
     lines += [f"  {key}={item['value']} is {item['reason']}" for key, item in unread]
-    for llm in engines[:1]:
+    served = [f"{name}: " for name in config.serve.models] if isinstance(config, ServeConfig) else []
+    for llm, name in zip(engines, served or [""], strict=False):  # of others' engines the first
         kind = config.hardware.kind
         # What the run will compile first of all; not for another device.
         memory = llm.check_memory(device_limit(kind, llm.parallel_config.num_devices), compiles=is_here(kind))
-        chosen = [f"  {item}" for item in llm.resolutions if item.key != "memory"]
-        lines += [f"  {memory.line()}", *chosen]
+        chosen = [item for item in llm.resolutions if item.key != "memory"]
+        lines += [f"  {name}{line}" for line in (memory.line(), *chosen)]
     return lines
 
 

@@ -2,9 +2,9 @@
 all of them. Only the engine's thread writes; any thread may read, without the engine's lock. No JAX here."""
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,26 +25,31 @@ EDGES = {"ttft": _FIRST, "itl": _TOKEN, "tpot": _TOKEN, "e2el": _REQUEST, "queue
 RECORDS, _FOLDED = 65536, 4096
 
 
-class Ended(NamedTuple):
-    """A request that has ended at `time`: counts of its tokens, and whether a step of it failed."""
+class _Ring:
+    """The latest `RECORDS` rows of numbers. Their memory is taken at once: a server's does not grow with what
+    it has answered."""
 
-    time: float
-    prompt_tokens: int
-    cached_tokens: int
-    failed: bool
+    def __init__(self, columns: int) -> None:
+        self._rows, self._count = np.full((RECORDS, columns), np.nan), 0
+
+    def extend(self, rows: list[tuple[float, ...]]) -> None:
+        """Adds rows, each in place of the oldest where the ring is full."""
+        size, columns = self._rows.shape
+        kept = rows[-size:]
+        places = np.arange(self._count + len(rows) - len(kept), self._count + len(rows)) % size
+        self._rows[places] = np.array(kept).reshape(len(kept), columns)
+        self._count += len(rows)
+
+    def rows(self) -> np.ndarray:
+        """Returns float64 `[kept, columns]`, the oldest first."""
+        at = self._count % len(self._rows) if self._count > len(self._rows) else 0
+        return np.concatenate([self._rows[at : self._count], self._rows[:at]])
 
 
-class Stepped(NamedTuple):
-    """A step, the tokens that it gave, and experts that had slots, and that were used, up to then."""
-
-    record: StepRecord
-    tokens: int
-    hits: int
-    used: int
-
-    @property
-    def cache_use(self) -> float:
-        return self.record.used_blocks / self.record.num_blocks
+# The columns of each ring begin with the clock's time: of a latency its value; of a request its prompt's and
+# cached tokens and whether a step of it failed; of a step its prompts' and outputs' tokens, the used share of
+# the cache, and experts that had slots, and that were used, up to then.
+_COLUMNS = dict.fromkeys(EDGES, 2) | {"request": 4, "step": 6}
 
 
 class Recent:
@@ -59,20 +64,20 @@ class Recent:
         self._clock, self._lock = clock, threading.Lock()
         self.ended = Counter[str]()
         self.prompt_tokens = self.generation_tokens = 0
-        self._values = {name: deque[tuple[float, float]](maxlen=RECORDS) for name in EDGES}
         self._counts = {name: np.zeros(len(edges) + 1, np.int64) for name, edges in EDGES.items()}
         self._sums = dict.fromkeys(EDGES, 0.0)
-        self._new: dict[str, list[tuple[float, float]]] = {name: [] for name in EDGES}
-        self.clear()
+        self._new: dict[str, list[tuple[float, ...]]] = {name: [] for name in _COLUMNS}
+        self._forget()
 
     def clear(self) -> None:
         """Forgets what `window` tells of; sums and histograms go on."""
         self.histograms()
-        for values in self._values.values():
-            values.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._rings = {name: _Ring(columns) for name, columns in _COLUMNS.items()}
         self._began, self._told = self._clock(), self.generation_tokens
-        self._steps = deque[Stepped](maxlen=RECORDS)
-        self._requests = deque[Ended](maxlen=RECORDS)
 
     def scheduled(self, output: RequestOutput) -> None:
         """Takes in a request that is in a step for the first time."""
@@ -95,7 +100,7 @@ class Recent:
         reason = (output.outputs[0].finish_reason if output.outputs else None) or "length"
         self.ended["error" if output.error else reason] += 1
         failed = output.error is not None
-        self._requests.append(Ended(now, len(output.prompt_token_ids), metrics.cached_tokens, failed))
+        self._new["request"].append((now, len(output.prompt_token_ids), metrics.cached_tokens, failed))
         if metrics.token_times:
             self._new["e2el"].append((now, metrics.e2e))
         if len(metrics.token_times) > 1:
@@ -104,9 +109,10 @@ class Recent:
     def step(self, record: StepRecord, tiers: Any = None) -> None:
         """Takes in a step after its tokens; `tiers` count the experts that had slots."""
         hits, used = (tiers.hits, tiers.hits + tiers.misses) if tiers is not None else (0, 0)
-        self._steps.append(Stepped(record, self.generation_tokens - self._told, hits, used))
+        tokens, use = self.generation_tokens - self._told, record.used_blocks / record.num_blocks
+        self._new["step"].append((record.time, record.prefill_tokens, tokens, use, hits, used))
         self._told = self.generation_tokens
-        if len(self._new["itl"]) > _FOLDED:
+        if any(len(new) > _FOLDED for new in self._new.values()):
             self.histograms()
 
     def histograms(self) -> dict[str, tuple[np.ndarray, float]]:
@@ -115,17 +121,19 @@ class Recent:
             for name, new in self._new.items():
                 told = list(new)  # what comes meanwhile stands behind them
                 del new[: len(told)]
-                self._values[name].extend(told)
-                values = [value for _, value in told]
-                places = np.searchsorted(EDGES[name], values)
-                self._counts[name] += np.bincount(places, minlength=len(EDGES[name]) + 1)
-                self._sums[name] += sum(values)
+                self._rings[name].extend(told)
+                if name in EDGES:
+                    values = [row[1] for row in told]
+                    places = np.searchsorted(EDGES[name], values)
+                    self._counts[name] += np.bincount(places, minlength=len(EDGES[name]) + 1)
+                    self._sums[name] += sum(values)
             return {name: (counts.copy(), self._sums[name]) for name, counts in self._counts.items()}
 
-    def samples(self, name: str) -> list[tuple[float, float]]:
-        """Returns the latest values of a latency of `EDGES`: the clock's time, and seconds."""
+    def samples(self, name: str) -> np.ndarray:
+        """Returns the latest values of a latency of `EDGES`, `[values, 2]`: the clock's time, and seconds."""
         self.histograms()
-        return list(self._values[name])
+        with self._lock:
+            return self._rings[name].rows()
 
     def window(self, seconds: float) -> dict[str, Any]:
         """Returns what happened in the last `seconds`, or since the start or the oldest step that is kept;
@@ -133,25 +141,27 @@ class Recent:
         Raises `ConfigError` for a window that is none."""
         check("window_s", seconds, PositiveNumber)
         self.histograms()
-        now, steps = self._clock(), list(self._steps)
-        since = max(now - seconds, steps[0].record.time if len(steps) == RECORDS else self._began)
-        steps, span = [step for step in steps if step.record.time >= since], max(now - since, 1e-9)
-        requests = [request for request in list(self._requests) if request.time >= since]
-        prompts, uses = sum(r.prompt_tokens for r in requests), [step.cache_use for step in steps]
-        hits, used = (steps[-1].hits - steps[0].hits, steps[-1].used - steps[0].used) if steps else (0, 0)
+        with self._lock:
+            kept = {name: ring.rows() for name, ring in self._rings.items()}
+        now, full = self._clock(), len(kept["step"]) == RECORDS
+        since = max(now - seconds, kept["step"][0, 0] if full else self._began)
+        span = max(now - since, 1e-9)
+        kept = {name: rows[rows[:, 0] >= since] for name, rows in kept.items()}
+        steps, requests = kept["step"], kept["request"]
+        hits, used = steps[-1, 4:] - steps[0, 4:] if len(steps) else (0, 0)
         told: dict[str, Any] = {"seconds": span, "steps": len(steps), "requests": len(requests)}
-        told["prompt_throughput"] = sum(step.record.prefill_tokens for step in steps) / span
-        told["output_throughput"] = sum(step.tokens for step in steps) / span
-        for name, values in self._values.items():
-            ms = np.array([1e3 * value for time, value in list(values) if time >= since])
+        told["prompt_throughput"], told["output_throughput"] = (steps[:, 1:3].sum(0) / span).tolist()
+        for name in EDGES:
+            ms = 1e3 * kept[name][:, 1]
             told[f"mean_{name}_ms"] = float(ms.mean()) if len(ms) else None
             for rank, least in ((95, 20), (99, 100)):
                 told[f"p{rank}_{name}_ms"] = float(np.percentile(ms, rank)) if len(ms) >= least else None
+        prompts = requests[:, 1].sum()
         return told | {
-            "error_rate": sum(r.failed for r in requests) / len(requests) if requests else None,
-            "prefix_hit_rate": sum(r.cached_tokens for r in requests) / prompts if prompts else None,
-            "expert_hit_rate": hits / used if used else None,
-            "cache_use_mean": sum(uses) / len(uses) if uses else None,
-            "cache_use_peak": max(uses, default=None),
+            "error_rate": float(requests[:, 3].mean()) if len(requests) else None,
+            "prefix_hit_rate": float(requests[:, 2].sum() / prompts) if prompts else None,
+            "expert_hit_rate": float(hits / used) if used else None,
+            "cache_use_mean": float(steps[:, 3].mean()) if len(steps) else None,
+            "cache_use_peak": float(steps[:, 3].max()) if len(steps) else None,
             "process_rss_bytes": psutil.Process().memory_info().rss,
         }

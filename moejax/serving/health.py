@@ -44,7 +44,7 @@ class HealthMonitor:
         stall_s: seconds without a step, while one is in flight or work is queued, from which the engine
             stalls; longer than a step takes to compile.
         memory_s: seconds for which a failed step or a NaN counts.
-        peers: tells of each, by its name, whether it is there.
+        peers: tells of each, by its name, whether it is there; without any of them nothing is answered.
         probes: of the devices; None: those of `device_probes`.
     """
 
@@ -78,12 +78,14 @@ class HealthMonitor:
     def check(self) -> Health:
         """Looks now."""
         found: list[tuple[State, str]] = [*self._engine(), *self._devices()]
+        lost = []
         for name, is_there in self._peers.items():
             try:
-                lost = None if is_there() else f"peer {name} is gone"
+                lost += [] if is_there() else [f"peer {name} is gone"]
             except Exception as error:
-                lost = f"peer {name}: {one_line(error)}"
-            found += [("degraded", lost)] if lost else []
+                lost.append(f"peer {name}: {one_line(error)}")
+        state: State = "unhealthy" if lost and len(lost) == len(self._peers) else "degraded"
+        found += [(state, why) for why in lost]
         worst = max((STATES.index(state) for state, _ in found), default=0)
         self._health, self._looked = Health(STATES[worst], tuple(why for _, why in found)), self._clock()
         return self._health

@@ -72,9 +72,8 @@ class Repository:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is no checkpoint: it has no config.json")
         digest = hash_directory(folder)
-        for known in self.versions(name) if (self.root / name).is_dir() else ():
-            if known.hash == digest:
-                raise ConfigError(f"{folder} is version {known.version} of {name} already")
+        if (known := self.known(name, digest)) is not None:
+            raise ConfigError(f"{folder} is version {known.version} of {name} already")
         with os_errors(OutputError, f"cannot write below {self.root}"):
             target = self._reserve(name)
             try:
@@ -116,6 +115,11 @@ class Repository:
                 stage = PRODUCTION if number == production else stage
                 found.append(Version(stage=stage, **read_manifest(folder)))
         return found
+
+    def known(self, name: str, digest: str) -> Version | None:
+        """Returns the version whose files have this hash, if there is one."""
+        versions = self.versions(name) if (self.root / name).is_dir() else ()
+        return next((version for version in versions if version.hash == digest), None)
 
     def production(self, name: str) -> int | None:
         """Returns the version in production, if there is one."""

@@ -225,5 +225,5 @@ def set_alias(project: str, name: str, alias: str, moved: str) -> None:
     """Gives an alias to the version of artifact `name` that has another one; raises `TrackingError`."""
     with tracking_errors(f"W&B artifact {project}/{name}:{alias} cannot be given the alias {moved}"):
         artifact = wandb.Api().artifact(f"{project}/{name}:{alias}", type="model")
-        artifact.aliases.append(moved)
+        artifact.aliases += [moved] * (moved not in artifact.aliases)
         artifact.save()

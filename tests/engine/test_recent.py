@@ -2,7 +2,7 @@
 
 import threading
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -102,6 +102,20 @@ def test_a_window_over_the_oldest_record_says_how_long_it_is(monkeypatch) -> Non
     serve(llm)
     told = llm.engine.recent.window(1e6)
     assert told["steps"] == 10 and told["seconds"] < llm.clock.now - 100.0
+
+
+@PROPERTY
+@given(st.lists(st.lists(st.integers(0, 99), max_size=25), max_size=9))
+def test_a_ring_has_the_latest_rows(given) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recent_module, "RECORDS", 10)
+        ring, twin = recent_module._Ring(2), deque(maxlen=10)
+    for values in given:
+        rows = [(float(value), value / 3) for value in values]
+        ring.extend(rows)
+        twin.extend(rows)
+        assert ring.rows().tolist() == [list(row) for row in twin]
+    assert ring.rows().shape[1] == 2
 
 
 def test_errors_and_hits_of_tiers() -> None:

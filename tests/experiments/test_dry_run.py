@@ -41,6 +41,21 @@ def test_says_cases_memory_choices_and_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plans_every_model_of_a_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    given = ["engine.memory_check=formula", "engine.max_model_len=128"]
+    models = [f"serve.models.{name}=[engine.max_num_seqs={n}]" for name, n in (("a", 4), ("b", 8))]
+    assert dry("serve", *given, *models) == 0
+    out = capsys.readouterr().out
+    for name, blocks in (("a", 16), ("b", 32)):
+        assert f"  {name}: engine.num_blocks = {blocks} (" in out, out
+        assert f"  {name}: memory of a device: " in out
+    assert dry("serve", *given, "engine.max_num_seqs=4") == 0
+    assert "  engine.num_blocks = 16 (" in capsys.readouterr().out
+    assert dry("serve", *given, "serve.api_keys_file=none.txt") == 2
+    assert "none.txt" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
 def test_lists_a_sweeps_jobs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert dry("latency", *SMALL, "engine.memory_check=formula", "-m", "engine.block_size=16,32") == 0
     out = capsys.readouterr().out

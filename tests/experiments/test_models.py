@@ -84,6 +84,14 @@ def test_wandb_has_versions_as_artifacts_and_the_stage_as_alias(monkeypatch, cap
     assert sent == [("tiny", "model", ["models/tiny/1"], ["version-1"]), "finished"]
     assert run("action=promote", "name=tiny", "version=1", "wandb_project=team/moe") == 0
     assert saved == [["version-1", "production"]]
+    sent.clear()  # a call that did not reach W&B may be made again
+    assert run("action=add", "name=tiny", "path=source1", "wandb_project=team/moe") == 0
+    assert run("action=promote", "name=tiny", "version=1", "wandb_project=team/moe") == 0
+    assert [item[3] for item in sent if item != "finished"] == [["version-1"]] and len(saved) == 2
+    capsys.readouterr()
+    assert run("action=add", "name=tiny", "path=source1") == 2
+    assert capsys.readouterr().err == "error: source1 is version 1 of tiny already\n"
+    assert run("action=promote", "name=tiny", "version=2", "wandb_project=team/moe") == 2
 
 
 def test_without_a_server_nothing_is_changed(monkeypatch, capsys) -> None:

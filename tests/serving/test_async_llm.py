@@ -1,9 +1,10 @@
 """`AsyncLLM`: the tokens of `LLM`, each request answered once, whoever leaves when."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from moejax import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from moejax.core.errors import ConfigError, RequestError, StepError
 from moejax.serving.async_llm import Overloaded
 from moejax.serving.config import ServeSection
+from moejax.serving.pool import EnginePool
+from moejax.serving.replicas import Replica
 from moejax.serving.run import serving_engine
 from tests.model_shapes import TWO_LAYERS
 
@@ -181,17 +184,38 @@ def test_an_interval_joins_chunks_and_the_first_and_last_come_at_once(
     nothing_is_left(llm)
 
 
-def test_a_server_s_warm_up_has_compiled_greedy_and_sampled_requests() -> None:
+@contextlib.asynccontextmanager
+async def warmed(kind: str) -> AsyncIterator[AsyncLLM]:
+    """An engine as a server, a pool or a replica opens it."""
+    arguments: dict[str, Any] = {"model": TWO_LAYERS, "load_format": "dummy", "seed": 0, "engine": ENGINE}
+    async with contextlib.AsyncExitStack() as ends:
+        if kind == "server":
+            llm = ends.enter_context(LLM(**arguments))
+            served = serving_engine(llm, ServeSection(warmup=True), "toy")
+            yield (await ends.enter_async_context(served)).engine
+        elif kind == "pool":
+            pool = EnginePool({"toy": arguments}, warmup=True)
+            ends.push_async_callback(pool.close)
+            yield await ends.enter_async_context(pool.lease("toy"))
+        else:
+            replica = Replica(arguments, ServeSection(warmup=True), "toy")
+            ends.enter_context(replica.llm)
+            ends.push_async_callback(replica.engine.close)
+            ends.callback(replica.monitor.close)
+            yield replica.engine
+
+
+@pytest.mark.parametrize("kind", ["server", "pool", "replica"])
+def test_a_warm_up_has_compiled_greedy_and_sampled_requests(kind: str) -> None:
     async def run() -> None:
-        with LLM(TWO_LAYERS, load_format="dummy", seed=0, engine=ENGINE) as cold:
-            async with serving_engine(cold, ServeSection(warmup=True), "toy") as server:
-                compiled = len(cold.ledger.entries)
-                sampled = dataclasses.replace(GREEDY, temperature=1.0)
-                both = [server.engine.generate(PROMPTS[i], p) for i in (0, 1) for p in (GREEDY, sampled)]
-                await asyncio.gather(*both)
-                await server.engine.generate(PROMPTS[2], sampled)
-                await server.engine.generate(PROMPTS[2], GREEDY)
-                assert compiled and len(cold.ledger.entries) == compiled
+        async with warmed(kind) as engine:
+            compiled = len(engine.llm.ledger.entries)
+            sampled = dataclasses.replace(GREEDY, temperature=1.0)
+            both = [engine.generate(PROMPTS[i], p) for i in (0, 1) for p in (GREEDY, sampled)]
+            await asyncio.gather(*both)
+            await engine.generate(PROMPTS[2], sampled)
+            await engine.generate(PROMPTS[2], GREEDY)
+            assert compiled and len(engine.llm.ledger.entries) == compiled
 
     asyncio.run(run())
 

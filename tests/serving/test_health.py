@@ -168,11 +168,15 @@ def test_peers(watched) -> None:
         raise ConnectionError("reset by peer")
 
     llm = stub()
-    seen = watched(llm, peers={"prefill": lambda: peers["prefill"]})
+    seen = watched(llm, peers={name: lambda name=name: peers[name] for name in peers})
     assert seen.after(1.0) == Health()
     peers["prefill"] = False
     assert seen.after(1.0) == Health("degraded", ("peer prefill is gone",))
-    assert watched(llm, peers={"x": broken}).after(1.0).reasons == ("peer x: reset by peer",)
+    peers["other"] = False
+    assert seen.after(1.0) == Health("unhealthy", ("peer prefill is gone", "peer other is gone"))
+    peers["other"] = True
+    assert seen.after(1.0).state == "degraded"
+    assert watched(llm, peers={"x": broken}).after(1.0) == Health("unhealthy", ("peer x: reset by peer",))
 
 
 def test_a_device_that_does_not_answer_is_told(watched) -> None:

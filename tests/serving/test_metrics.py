@@ -117,10 +117,14 @@ def test_a_scrape_needs_no_lock_of_the_engine() -> None:
 def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
     board = json.loads((ROOT / "deploy" / "grafana" / "moejax.json").read_text())
     targets = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    there = {name for name, _ in samples(render({"m": tracked()}))}
+    served = SimpleNamespace(stats={"gold": SERVED})
+    there = {name for name, _ in samples(render({"m": tracked()}, served))}
     asked = [name for expr in targets for name in re.findall(r"moejax:\w+", expr)]
     assert len(targets) > 12 and all(re.search(r"moejax:\w+", expr) for expr in targets)
     assert sorted({*asked} - there) == []
+    assert {name for name in there if "tenant" in name and "bucket" not in name} - {*asked} == {
+        f"moejax:tenant_time_to_first_token_seconds_{end}" for end in ("sum", "count")
+    }
     query = board["templating"]["list"][-1]["query"]
     assert set(re.findall(r"moejax:\w+", str(query))) <= there
 

@@ -5,9 +5,13 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +31,8 @@ pytest.importorskip("ray", reason="needs Ray Serve: pip install 'moejax[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "deterministic": "tiles"}
+HTTP_ENGINE: dict[str, Any] = {**ENGINE, "max_model_len": 128}
+PROMPTS = ["The router", "def route(", "A token", "This class"]
 SAMPLED: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 5, "ignore_eos": True}
 
 
@@ -71,38 +77,119 @@ def test_the_router_and_the_scaling_policy_are_the_simulator_s() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_replica_killed_under_http_streams(tmp_path: Path) -> None:
-    engine = {**ENGINE, "max_model_len": 128}
-    overrides = ["serve.port=0", "serve.replicas=2", "serve.router=round_robin"]
-    overrides += [f"engine.{key}={value}" for key, value in engine.items()]
-    command = [sys.executable, "-m", "experiments.serve", *overrides, f"hydra.run.dir={tmp_path / 'out'}"]
-    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    prompts = ["The router", "def route(", "A token", "This class"]
-    with LLM("tiny", engine=EngineConfig(**engine)) as llm:
-        texts = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**SAMPLED))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+@contextlib.contextmanager
+def serving(folder: Path, *overrides: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address; it must end by itself once it is told to."""
+    engine = [f"engine.{key}={value}" for key, value in HTTP_ENGINE.items()]
+    command = [sys.executable, "-m", "experiments.serve", "serve.port=0", *overrides, *engine]
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command.append(f"hydra.run.dir={folder / 'out'}")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**inherited, **environ}
+    ) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("serving tiny at "))
-        address, (first, _) = line.split()[3].rstrip(";"), replica_processes(process.pid)
-
-        def ask(prompt: str) -> str:
-            text, body = "", {**SAMPLED, "prompt": prompt, "stream": True}
-            with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as response:
-                for event in response.iter_lines():
-                    if event.startswith("data: {"):
-                        text += json.loads(event[6:])["choices"][0]["text"]
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            first.kill()
-            return text
-
-        with ThreadPoolExecutor() as pool:
-            assert list(pool.map(ask, prompts)) == texts
-        assert "replica=" in httpx.get(f"{address}/metrics", timeout=60).text
-        everyone = psutil.Process(process.pid).children(recursive=True)
+        yield process, line.split()[3].rstrip(";")
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
+
+
+def ask(address: str, prompt: str, on_token: Callable[[], None] = lambda: None, **more: Any) -> str:
+    """A streamed completion's text."""
+    text, body = "", {**SAMPLED, "prompt": prompt, "stream": True, **more}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as response:
+        for event in response.iter_lines():
+            if event.startswith("data: {"):
+                text += json.loads(event[6:])["choices"][0]["text"]
+                on_token()
+    return text
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    with LLM("tiny", engine=EngineConfig(**HTTP_ENGINE)) as llm:
+        return [output.outputs[0].text for output in llm.generate(PROMPTS, SamplingParams(**SAMPLED))]
+
+
+@pytest.mark.slow
+def test_a_replica_killed_under_http_streams(tmp_path: Path, texts: list[str]) -> None:
+    with serving(tmp_path, "serve.replicas=2", "serve.router=round_robin") as (process, address):
+        first, _ = replica_processes(process.pid)
+
+        def kill() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                first.kill()
+
+        with ThreadPoolExecutor() as pool:
+            assert list(pool.map(lambda prompt: ask(address, prompt, kill), PROMPTS)) == texts
+        assert "replica=" in httpx.get(f"{address}/metrics", timeout=60).text
+        everyone = psutil.Process(process.pid).children(recursive=True)
     assert not psutil.wait_procs(everyone, 30)[1], "processes of Ray are left"
+
+
+@pytest.mark.slow
+def test_a_node_of_a_cluster_lost_under_http_streams(tmp_path: Path, texts: list[str]) -> None:
+    """The replicas are on nodes of their own, as far as one machine can be several nodes."""
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 0})
+    try:
+        lost, _ = cluster.add_node(**node), cluster.add_node(**node)
+        once = threading.Lock()
+
+        def lose() -> None:
+            if once.acquire(blocking=False):
+                cluster.remove_node(lost, allow_graceful=False)
+
+        with serving(tmp_path, "serve.replicas=2", RAY_ADDRESS=cluster.address) as (_, address):
+            assert httpx.get(f"{address}/health", timeout=60).json()["state"] == "healthy"
+            with ThreadPoolExecutor() as pool:
+                assert list(pool.map(lambda prompt: ask(address, prompt, lose), PROMPTS)) == texts
+            until(lambda: httpx.get(f"{address}/health", timeout=60).json()["state"] == "degraded")
+            cluster.add_node(**node)  # Ray Serve starts the missing one there
+            until(lambda: httpx.get(f"{address}/health", timeout=60).json()["state"] == "healthy")
+            assert ask(address, PROMPTS[0]) == texts[0]
+        ray.init(address=cluster.address)  # it is not the server's, and stays
+        assert serve.status().applications == {}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_replicas_are_added_while_requests_wait(tmp_path: Path, texts: list[str]) -> None:
+    scaled = ("serve.replicas=1", "serve.max_replicas=2", "serve.queue_ms=50", "engine.max_num_seqs=1")
+    with serving(tmp_path, *scaled) as (process, address), ThreadPoolExecutor(8) as pool:
+        assert len(replica_processes(process.pid)) == 1
+        enough = threading.Event()
+
+        def go_on(_: int) -> list[str]:
+            told = []
+            while not enough.is_set():
+                told.append(ask(address, PROMPTS[0]))
+            return told
+
+        asking = [pool.submit(go_on, i) for i in range(8)]
+        try:
+            until(lambda: len(replica_processes(process.pid)) == 2)
+            until(lambda: len(set(re.findall(r'steps_total.*replica="(\w+)"', metrics(address)))) == 2)
+        finally:
+            enough.set()
+        assert {text for each in asking for text in each.result()} == {texts[0]}
+
+
+def metrics(address: str) -> str:
+    return httpx.get(f"{address}/metrics", timeout=60).text
+
+
+def until(so: Callable[[], bool], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < end, "it has not become so"
+        time.sleep(0.5)
 
 
 @pytest.mark.slow

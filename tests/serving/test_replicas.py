@@ -151,7 +151,8 @@ def test_routers_choose_among_replicas_as_in_the_simulator(name: str) -> None:
 
 def test_endpoints_over_replicas(llm: LLM) -> None:
     async def body(fragile: Fragile) -> None:
-        server = ReplicaServer(fragile.front, ServeSection(replicas=2), "toy", lambda: 1)
+        running = 1
+        server = ReplicaServer(fragile.front, ServeSection(replicas=2), "toy", lambda: running)
         transport = httpx.ASGITransport(server.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 5, "ignore_eos": True, "detokenize": False}
@@ -163,6 +164,10 @@ def test_endpoints_over_replicas(llm: LLM) -> None:
                 assert f'moejax:engine_steps_total{{model_name="toy",replica="{name}"}}' in metrics
             health = (await client.get("/health")).json()
             assert health == {"state": "degraded", "reasons": ["peer replica 2 is gone"]}
+            running = 0
+            server.monitor.check()
+            answer = await client.get("/health")
+            assert answer.status_code == 503 and answer.json()["state"] == "unhealthy"
         server.close()
 
     run(llm, body)
