@@ -44,6 +44,7 @@ class _Entry:
     """A request that somebody awaits."""
 
     request: RequestState
+    interval: int  # chunks that its reader is woken for, but for the first
     told: bool = False  # of its first chunk
     event: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -172,10 +173,11 @@ class AsyncLLM:
 
     def resume(
         self, checkpoint: Checkpoint, *, options: RequestOptions | None = None,
-        on_begin: Callable[[RequestOutput], None] = lambda output: None,
+        on_begin: Callable[[RequestOutput], None] = lambda output: None, interval: int = 0,
     ) -> AsyncGenerator[list[StreamChunk], None]:  # fmt: skip
         """Goes on with a request that another engine of this model has had, and yields what has been added
-        since. One that has no token yet begins, and may be of any kind; else see `LLM.resume`."""
+        since, at `interval` in place of `stream_interval` where that is over 0. A request that has no token
+        yet begins, and may be of any kind; else see `LLM.resume`."""
         if any(checkpoint.samples):
             request = self.llm.builder.resume(checkpoint, options)
             request.streams = True
@@ -184,7 +186,7 @@ class AsyncLLM:
             prompt: Prompt = {"prompt": text, "prompt_token_ids": ids}
             request = self._build(prompt, checkpoint.sampling_params, options, streams=True)
         on_begin(request.output)
-        return self._batches(request, wait=True)
+        return self._batches(request, wait=True, interval=min(interval, self.max_unread))
 
     async def _chunks(self, request: RequestState, wait: bool) -> AsyncGenerator[StreamChunk, None]:
         async with contextlib.aclosing(self._batches(request, wait)) as batches:
@@ -192,15 +194,17 @@ class AsyncLLM:
                 for chunk in batch:
                     yield chunk
 
-    async def _batches(self, request: RequestState, wait: bool) -> AsyncGenerator[list[StreamChunk], None]:
-        (entry,) = await self._begin([request], wait)
+    async def _batches(
+        self, request: RequestState, wait: bool, interval: int = 0
+    ) -> AsyncGenerator[list[StreamChunk], None]:
+        (entry,) = await self._begin([request], wait, interval)
         try:
             ended = False
             while not ended:
                 entry.event.clear()
                 ended = entry.ended  # read first: what comes last is there then
                 if batch := [request.chunks.popleft() for _ in range(len(request.chunks))]:
-                    yield batch if self.stream_interval == 1 else _joined(batch)
+                    yield batch if entry.interval == 1 else _joined(batch)
                 if not ended:
                     await entry.event.wait()
             entry.raise_failure()
@@ -246,7 +250,7 @@ class AsyncLLM:
             self._leave(entries)
         return [request.output for request in requests]
 
-    async def _begin(self, requests: Sequence[RequestState], wait: bool) -> list[_Entry]:
+    async def _begin(self, requests: Sequence[RequestState], wait: bool, interval: int = 0) -> list[_Entry]:
         """Waits for the requests' turn and hands them to the thread."""
         if self._closing is not None:
             raise RequestError(self._closing)
@@ -267,7 +271,7 @@ class AsyncLLM:
             for _ in range(held):
                 self._room.release()
             raise
-        entries = [_Entry(request) for request in requests]
+        entries = [_Entry(request, interval or self.stream_interval) for request in requests]
         self._present.update(entries)
         self._quiet.clear()
         self._post([(entry, True) for entry in entries])
@@ -358,7 +362,7 @@ class AsyncLLM:
                 self.llm.engine.abort(entry.request)
             if entry.ended:
                 del self._live[entry]
-            if entry.ended or unread >= (self.stream_interval if entry.told else 1):
+            if entry.ended or unread >= (entry.interval if entry.told else 1):
                 entry.told = True
                 woken.append(entry)
         if woken:

@@ -40,7 +40,7 @@ class PolicyRouter(RequestRouter):
             told = Load(0, 0, 0.0)._replace(**replica.routing_stats)
             here = self.replica_queue_len_cache.get(replica.replica_id)
             loads[name] = told if here is None else told._replace(running=here, waiting=0)
-        asked, _, left_out = pending_request.args if pending_request else (None, None, ())
+        asked, *_, left_out = pending_request.args if pending_request else (None, ())
         return [[replicas[choose(self._router, loads, asked.prompt_token_ids if asked else (), left_out)]]]
 
 
@@ -90,9 +90,9 @@ async def serving_replicas(
             asking = handle.options(method_name="stream", stream=True)
 
             async def ask(
-                asked: Checkpoint, options: RequestOptions, out: list[str]
+                asked: Checkpoint, options: RequestOptions, interval: int, out: list[str]
             ) -> AsyncGenerator[Part, None]:
-                parts = asking.remote(asked, options, out)
+                parts = asking.remote(asked, options, interval, out)
                 try:
                     async for part in parts:
                         yield part

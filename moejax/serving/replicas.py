@@ -35,6 +35,9 @@ from moejax.simulate.routers import Load, Router
 
 logger = logging.getLogger(__name__)
 
+_WHOLE = 32
+"""Steps between two messages of an answer that nobody reads yet; so many are computed again at a loss."""
+
 
 class Part(NamedTuple):
     """What a replica says of a request: first that it has it, then what its steps add, or why it fails."""
@@ -56,14 +59,14 @@ class Replica:
         self.monitor = HealthMonitor(self.llm)
 
     async def stream(
-        self, asked: Checkpoint, options: RequestOptions, left_out: Collection[str] = ()
+        self, asked: Checkpoint, options: RequestOptions, interval: int, left_out: Collection[str] = ()
     ) -> AsyncGenerator[Part, None]:
-        """Goes on with a request; `left_out` is for who has chosen this replica."""
+        """Goes on with a request; see `AsyncLLM.resume`; `left_out` is for who has chosen this replica."""
         yield Part(self.name)
         outputs: list[RequestOutput] = []
         try:
             asked = replace(asked, model=self.llm.builder.model)  # a front may resolve dtypes in another way
-            batches = self.engine.resume(asked, options=options, on_begin=outputs.append)
+            batches = self.engine.resume(asked, options=options, on_begin=outputs.append, interval=interval)
             async with contextlib.aclosing(batches):
                 async for chunks in batches:
                     yield Part(self.name, chunks, outputs[0].metrics.cached_tokens)
@@ -129,15 +132,16 @@ class Replicas:
 
     Args:
         llm: their model, without values.
-        ask: gives a request to a replica that is not left out, and yields what that says. What becomes of it
-            meanwhile it raises as `StepError`.
+        ask: gives a request to a replica that is not left out, with the interval of its messages (0: the
+            replica's own), and yields what that says. What becomes of it meanwhile it raises as `StepError`.
         everywhere: calls a method of each replica by its name, and returns the results.
     """
 
     alive = True
 
     def __init__(
-        self, llm: LLM, ask: Callable[[Checkpoint, RequestOptions, list[str]], AsyncGenerator[Part, None]],
+        self, llm: LLM,
+        ask: Callable[[Checkpoint, RequestOptions, int, list[str]], AsyncGenerator[Part, None]],
         everywhere: Callable[..., Awaitable[list[Any]]], config: ServeSection,
     ) -> None:  # fmt: skip
         self.llm, self.everywhere, self._ask, self._config = llm, everywhere, ask, config
@@ -163,9 +167,11 @@ class Replicas:
         """See `AsyncLLM.stream`."""
         (request,) = self.llm.builder.to_generate([prompt], sampling_params, **{"streams": True, **more})
         on_begin(request.output)
-        return self._chunks(request, wait)
+        return self._chunks(request, wait, 0 if request.streams else _WHOLE)
 
-    async def _chunks(self, request: RequestState, wait: bool) -> AsyncGenerator[StreamChunk, None]:
+    async def _chunks(
+        self, request: RequestState, wait: bool, interval: int
+    ) -> AsyncGenerator[StreamChunk, None]:
         if not wait and self.num_requests >= self._config.max_requests:
             raise Overloaded(f"{self.num_requests} requests are running, and no more are taken; try again")
         asked, request.asked = request.asked, None  # all samples go on; which are kept is decided at the end
@@ -174,7 +180,8 @@ class Replicas:
         try:
             while unfinished := [s for s in request.output.outputs if not s.finish_reason]:
                 at, left_out = "", [*self.breaker.left_out(), *failed]
-                parts = self._ask(self._known(request), request.sequences[0].options, left_out)
+                options = request.sequences[0].options
+                parts = self._ask(self._known(request), options, interval, left_out)
                 try:
                     async with contextlib.aclosing(parts):
                         while (part := await self._next(parts, request)) is not None:

@@ -57,7 +57,7 @@ def test_the_router_and_the_scaling_policy_are_the_simulator_s() -> None:
         router: Any = PolicyRouter.__new__(PolicyRouter)
         router._replica_queue_len_cache = SimpleNamespace(get=lambda replica: counted.get(replica.unique_id))
         router.initialize_state(router=name)
-        request = SimpleNamespace(args=[SimpleNamespace(prompt_token_ids=(1, 2)), None, left_out])
+        request = SimpleNamespace(args=[SimpleNamespace(prompt_token_ids=(1, 2)), None, 0, left_out])
         (((choice,),)) = asyncio.run(router.choose_replicas(replicas, request))
         return str(choice.replica_id.unique_id)
 
