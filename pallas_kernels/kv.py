@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from pallas_kernels.dtypes import FLOATS, wide_type
 from pallas_kernels.errors import check_that
 
-KV_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-"""Quantized pools by dtype name: the stored magnitude that a row's largest element is scaled to."""
+KV_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
+"""Quantized pools by dtype name: the stored magnitude that a row's largest element is scaled to. The kernels
+take none of four bits (`KV_DTYPES`)."""
 
 KV_DTYPES = (*FLOATS, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 """Every dtype a pool may have; floating-point ones are stored as they are, without scales."""
@@ -40,7 +41,8 @@ def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     Args:
         x: `[..., Dh]`, floating; computed in float32 (float64 if x is).
-        dtype: int8 (rounded to nearest, ties to even), float8_e4m3fn or float8_e5m2 (likewise, by XLA).
+        dtype: int8 or int4 (rounded to nearest, ties to even), float8_e4m3fn or float8_e5m2 (likewise, by
+            XLA).
 
     Returns:
         `[..., Dh]` in `dtype`, and the scale `[...]`, float32 (float64 if x is): the row's largest magnitude
@@ -51,7 +53,7 @@ def quantize_kv(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     scale = jnp.max(jnp.abs(wide), axis=-1) / largest
     scale = jnp.where(scale < jnp.finfo(wide.dtype).tiny, jnp.ones_like(scale), scale)
     stored = jnp.clip(wide / scale[..., None], -largest, largest)
-    if jnp.dtype(dtype) == jnp.int8:
+    if jnp.issubdtype(dtype, jnp.integer):
         stored = jnp.round(stored)
     return stored.astype(dtype), scale
 

@@ -18,7 +18,7 @@ from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.linear_attention import state_attention
 from moejax.ops.paged_attention import ALL_KEPT, AttentionPlan, Evicted, paged_attention
 from moejax.perf.sizes import kv_token_bytes
-from moejax.quantization.kv import bits_dtype, is_quantized
+from moejax.quantization.kv import bits_dtype, codes_in_byte, is_quantized
 from moejax.sharding.spmd import MeshDevices, SingleDevice
 
 Pages = tuple[tuple[Segment | None, ...], ...]
@@ -45,7 +45,7 @@ class BlockPool:
     A segment is made when a step first needs it, so an idle engine holds little; no step ever copies one.
 
     Args:
-        dtype: of keys and values; int8 and 8-bit floats have scales beside them.
+        dtype: of keys and values; integers and 8-bit floats have scales beside them.
         transposed_keys: keys lie `[n, K, Dh, bs]`, as the plain attention wants them.
         slots: sequences that run at a time, each with a state.
         kinds: what each layer keeps (`ModelConfig.cache_kinds`), and `kind` what this pool holds of it.
@@ -156,10 +156,12 @@ class BlockPool:
         K = self._config.num_kv_heads // self._place.axes.size(heads)
         Dh, bs = self._config.key_dim, self._block_size
         latent = self._config.latent
-        keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
         dtype, codes = self._dtype, None
         if is_quantized(self._dtype):
             dtype, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
+            Dh //= codes_in_byte(codes)
+
+        keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
 
         def layer() -> Segment:
             def scales() -> Any:

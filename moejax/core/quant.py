@@ -8,7 +8,7 @@ from moejax.core.errors import ConfigError
 
 Method = Literal["none", "rtn", "gptq", "awq", "smoothquant", "magnitude", "wanda"]
 Clip = Literal["minmax", "percentile", "entropy", "mse"]
-KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+KvDtype = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2", "int4"]
 Fallback = Literal["shared", "all"]
 Implementation = Literal["auto", "dequantize", "xla", "pallas_triton"]
 Layout = Literal["auto", "plain"]

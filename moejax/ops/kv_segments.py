@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.quantization.kv import quantize_kv, to_bits
+from moejax.quantization.kv import codes_in_byte, quantize_kv, to_bits
 
 
 class DecodePlan(NamedTuple):
@@ -78,7 +78,7 @@ class Segment:
         key_scale, value_scale: float32 `[n, K, bs]`, what the codes of a token and head are multiplied by
             (`moejax.quantization.kv`); None where keys and values are stored as they are.
         codes: name of the codes' dtype. 8-bit floats lie here as uint8 (`moejax.quantization.kv.to_bits`),
-            for kernels as what they are.
+            for kernels as what they are; of int4 two lie in a byte, so that Dh is half as large in arrays.
         latent: how many of a key's numbers are its value.
     """
 
@@ -101,7 +101,7 @@ class Segment:
     @property
     def value_dim(self) -> int:
         """Numbers of a value."""
-        return self.latent or self.keys.shape[-2]
+        return self.latent or self.keys.shape[-2] * (codes_in_byte(self.codes) if self.codes else 1)
 
     @property
     def rows(self) -> jax.Array:

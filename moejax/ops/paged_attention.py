@@ -230,7 +230,8 @@ def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) 
     them exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
         return jnp.einsum(equation, x, stored)
-    stored = from_bits(stored, codes).astype(_wide(x))
+    dims = equation.partition("->")[0].partition(",")[2]
+    stored = from_bits(stored, codes, dims.find("d")).astype(_wide(x))
     return jnp.einsum(equation, x.astype(_wide(x)), stored, preferred_element_type=jnp.float32)
 
 

@@ -80,7 +80,7 @@ def device_memory(
         sequences: whose states are held, of each data group; an engine's are one more than run at a time.
         window: tokens that layers with a sliding window keep, in `window_blocks` blocks of their own, of each
             data group; None: all.
-        dtype: of the cache, "int8" and 8-bit floats with their scales; None is the configuration's.
+        dtype: of the cache, integers and 8-bit floats with their scales; None is the configuration's.
         stages: layers of each stage; None: all in one stage.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 from moejax.core.config import LatentConfig, ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+KV_CODE_BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 0.5}
 KV_SCALE_BYTES = STATE_BYTES = 4
 
 HeldWeights = Mapping[tuple[int | None, str], float]
@@ -106,5 +106,5 @@ def expert_params(config: ModelConfig) -> int:
 def kv_vector_bytes(numbers: int, dtype: str) -> int:
     """Returns the bytes of a token's key, or value, of one head in a cache of that dtype, scale included."""
     if dtype in KV_CODE_BYTES:
-        return numbers * KV_CODE_BYTES[dtype] + KV_SCALE_BYTES
+        return int(numbers * KV_CODE_BYTES[dtype]) + KV_SCALE_BYTES
     return numbers * DTYPE_BYTES[dtype]

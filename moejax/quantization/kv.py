@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits, with a scale for each token and key/value head.
+"""Keys and values in 8 bits, or in 4, with a scale for each token and key/value head.
 
 A head's Dh numbers of a token become codes by one symmetric scale, its largest magnitude over the code's
-(int8 127, float8_e4m3fn 448, float8_e5m2 57344). Keys are quantized as they are stored, rotated. The
+(int8 127, float8_e4m3fn 448, float8_e5m2 57344, int4 7). Keys are quantized as they are stored, rotated. The
 arithmetic is that of the GPU kernels, `pallas_kernels.kv`, on every path; this is the library's name for it.
 """
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
 
 __all__ = [
-    "KV_FORMATS", "bits_dtype", "dequantize_kv", "from_bits", "is_quantized", "quantize_kv", "round_trip",
-    "to_bits",
+    "KV_FORMATS", "bits_dtype", "codes_in_byte", "dequantize_kv", "from_bits", "is_quantized", "quantize_kv",
+    "round_trip", "to_bits",
 ]  # fmt: skip
 
 KV_FORMATS = tuple(KV_LARGEST)
@@ -22,21 +22,33 @@ KV_FORMATS = tuple(KV_LARGEST)
 
 
 def bits_dtype(dtype: Any) -> Any:
-    """Returns the dtype that stores codes outside of kernels: int8 for int8, uint8 for 8-bit floats.
+    """Returns the dtype that stores codes outside of kernels: int8 for integers, uint8 for 8-bit floats.
 
     XLA:CPU moves 8-bit floats by way of float16: a loop that writes into an array converts all of it twice.
     """
-    return jnp.dtype(jnp.int8 if jnp.dtype(dtype) == jnp.int8 else jnp.uint8)
+    return jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.integer) else jnp.uint8)
+
+
+def codes_in_byte(dtype: Any) -> int:
+    """Returns how many codes a number of `bits_dtype` has."""
+    return 2 if jnp.dtype(dtype) == jnp.int4 else 1
 
 
 def to_bits(codes: jax.Array) -> jax.Array:
-    """Returns codes as `bits_dtype`."""
-    return jax.lax.bitcast_convert_type(codes, bits_dtype(codes.dtype))
+    """Returns codes `[..., Dh]` as `bits_dtype`; int4 as `[..., Dh / 2]`, whose upper four bits are of the
+    second half."""
+    if codes.dtype != jnp.int4:
+        return jax.lax.bitcast_convert_type(codes, bits_dtype(codes.dtype))
+    lower, upper = jnp.split(codes.astype(jnp.int8), 2, axis=-1)
+    return (lower & jnp.int8(15)) | (upper << jnp.int8(4))
 
 
-def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns codes of `dtype` again."""
-    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+def from_bits(bits: jax.Array, dtype: Any, axis: int = -1) -> jax.Array:
+    """Returns codes of `dtype` again, those of int4 as int8; `axis` is that of Dh."""
+    if jnp.dtype(dtype) != jnp.int4:
+        return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+    four = jnp.int8(4)
+    return jnp.concatenate([(bits << four) >> four, bits >> four], axis=axis)
 
 
 def round_trip(x: jax.Array, dtype: Any) -> jax.Array:

@@ -4,11 +4,13 @@ Each function returns what it could read; a setting that cannot be had is None. 
 tenth of a second, nearly all of it a look at what other processes do. No names of hosts or users are read.
 """
 
+import contextlib
 import hashlib
 import hmac
 import importlib
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ _ISA = (
     "avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16",
     "amx_int8", "asimd", "sve", "bf16", "i8mm",
 )  # fmt: skip
-_THREADS = 0.1  # seconds over which other processes' use of the CPU is looked at
+_LOOK_S = 0.1  # over which other processes' use of the CPU is looked at
 
 # JAX's switches that change numbers or how they are computed. Those that only change messages are left out.
 JAX_SETTINGS: tuple[str, ...] = (
@@ -89,20 +91,33 @@ def _machine(path: Path) -> str | None:
 
 
 def machine_state() -> dict[str, Any]:
-    """Returns what the machine does while this process waits: `busy_percent` of all cores together,
-    `steal_percent` (taken by other virtual machines), `load_1min` and `memory_available_bytes`."""
+    """Returns what the machine does beside this process and those that it has started, such as a tracker:
+    `busy_percent` of all cores together, `steal_percent` (taken by other virtual machines), `load_1min` and
+    `memory_available_bytes`."""
     state: dict[str, Any] = dict.fromkeys(
         ("busy_percent", "steal_percent", "load_1min", "memory_available_bytes")
     )
     try:
-        times = psutil.cpu_times_percent(interval=_THREADS)
-        state["busy_percent"] = round(max(0.0, 100.0 - times.idle - getattr(times, "iowait", 0.0)), 1)
+        began, own = time.perf_counter(), _own_seconds()
+        times = psutil.cpu_times_percent(interval=_LOOK_S)
+        span = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
+        busy = 100.0 - times.idle - getattr(times, "iowait", 0.0) - 100.0 * (_own_seconds() - own) / span
+        state["busy_percent"] = round(max(0.0, busy), 1)
         state["steal_percent"] = getattr(times, "steal", None)
         state["load_1min"] = round(psutil.getloadavg()[0], 2)
         state["memory_available_bytes"] = psutil.virtual_memory().available
     except (psutil.Error, OSError, NotImplementedError):
         pass
     return state
+
+
+def _own_seconds() -> float:
+    """Returns the CPU time of this process and of all that it has started and that run."""
+    me, total = psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])  # in user mode and in the system
+    return total
 
 
 def jax_settings() -> dict[str, Any]:

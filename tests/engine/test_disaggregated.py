@@ -327,10 +327,10 @@ def test_other_engines(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gqa", "latents"])
-def test_codes_are_equal_to_the_bit(family: str) -> None:
+@pytest.mark.parametrize(("family", "codes"), [("gqa", "int8"), ("gqa", "int4"), ("latents", "int8")])
+def test_codes_are_equal_to_the_bit(family: str, codes: Any) -> None:
     """What lies in the decoding engine's blocks is what the other one has computed."""
-    quant = QuantConfig(kv_cache="int8")
+    quant = QuantConfig(kv_cache=codes)
     decode = opened(FAMILIES[family], "tp2", quant=quant)
     pair = Disaggregated(opened(FAMILIES[family], "dp2_tp2", 2, quant=quant), decode)
     compared, scheduler = [], decode.engine.scheduler

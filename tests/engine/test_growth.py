@@ -63,10 +63,12 @@ def test_same_tokens(family: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_codes_of_eight_bits(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "codes"), [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("deepseek_v3", "int8")]
+)
+def test_codes(family: str, codes: Any) -> None:
     """Without preemption steps are those of a cache that has all its blocks, and so are the codes."""
-    make = dummy(FAMILIES[family], QuantConfig(kv_cache="int8"))
+    make = dummy(FAMILIES[family], QuantConfig(kv_cache=codes))
     with make(WHOLE) as plain, make(GROWS) as llm:
         assert swapped_outcome(llm) == swapped_outcome(plain)
 

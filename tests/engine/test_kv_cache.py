@@ -16,6 +16,7 @@ import pytest
 
 from moejax.cache.pool import block_bytes
 from moejax.core.config import EngineConfig, ModelConfig
+from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
 from moejax.engine.llm import LLM
@@ -29,7 +30,7 @@ from tests.model_shapes import LATENT
 from tests.numerics import assert_close, tolerance
 from tests.plain.contiguous import ContiguousEngine
 
-DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2"]
+DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2", "int4"]
 PROMPTS = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=True)
 STATIC = dataclasses.replace(SCARCE, batching="static")
@@ -78,7 +79,7 @@ def assert_same_but_for_codes(got: np.ndarray, want: np.ndarray, plain: np.ndarr
     assert off.max() <= moved
 
 
-@pytest.mark.parametrize("dtype", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2"]))
+@pytest.mark.parametrize("dtype", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2", "int4"]))
 def test_chunks_preemption_and_forks_give_the_twins_tokens(dtype: str) -> None:
     """Codes written by chunks and by decodes, written again after preemption, copied for forks."""
     llm, twin = pair(dtype)
@@ -111,10 +112,15 @@ def test_scores_are_the_twins(dtype: str) -> None:
     ],
     ids=["window", "one key head, window", "bfloat16", "latent"],
 )
-def test_other_models(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_other_models(change: dict[str, Any], dtype: str) -> None:
     """In static batches, too."""
-    llm = quantized("int8", **change)
-    twin = Twin(llm, "int8")
+    if dtype == "int4" and change is LATENT:
+        with pytest.raises(ConfigError, match="int4 does not go with latents"):
+            quantized(dtype, **change)
+        return
+    llm = quantized(dtype, **change)
+    twin = Twin(llm, dtype)
     for engine in (llm, llm.variant(STATIC)):
         outs = engine.generate(PROMPTS[:4], greedy(8))
         assert tokens(outs) == [[twin.steps(ids, greedy(8))[0]] for ids in PROMPTS[:4]]
@@ -217,6 +223,7 @@ def outcome(directory: Path, dtype: str, layout: str | None) -> Any:
         ("dp_attention_ep4_tp2", "int8"),
         ("tp8", "float8_e4m3fn"),
         ("pp2_ep4", "int8"),
+        ("dp_attention_ep4_tp2", "int4"),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(layout: str, dtype: str, on_disk: Path) -> None:

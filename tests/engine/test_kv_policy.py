@@ -132,10 +132,11 @@ def test_scores_heed_windows_alone(llm: LLM) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codes", ["int8", "int4"])
 @pytest.mark.parametrize("method", METHODS)
-def test_codes_and_captured_routing(method: str) -> None:
-    """An int8 cache under a budget for all; and routing is captured of every token once."""
-    quant = QuantConfig(kv_cache="int8")
+def test_codes_and_captured_routing(method: str, codes: Any) -> None:
+    """A cache of codes under a budget for all; and routing is captured of every token once."""
+    quant = QuantConfig(kv_cache=codes)
     one = LLM(MODELS["gqa"], load_format="dummy", engine=engine("none"), quant=quant)
     prompts = [prompt(n) for n in LENGTHS]
     roomy = one.variant(engine(method, policy={"recent": 50, "budget": 128}))

@@ -113,7 +113,7 @@ def test_same_tokens(options: dict[str, Any], computed_whole: list[list[list[int
         [
             (f, kv, place)
             for f in FAMILIES
-            for kv in ("auto", "int8")
+            for kv in ("auto", "int8", *["int4"] * (f == "qwen3_moe"))
             for place in ("host", "device")
             if f != "minimax"  # refused: linear attention
         ],

@@ -86,7 +86,7 @@ def test_swapped_is_computed_again_is_never_preempted(
 
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
-    slow_but([], [(f, kv) for f in FAMILIES for kv in ("auto", "int8")]),
+    slow_but([], [(f, kv) for f in FAMILIES for kv in ("auto", "int8", *["int4"] * (f == "qwen3_moe"))]),
 )
 def test_every_kind_of_cache(family: str, kv_cache: Any):
     """Codes come back bit for bit, so not even those of prompts that are cut differently round otherwise."""

@@ -145,8 +145,9 @@ def quantized_segments(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarra
     """`segments_with` in codes: 99 and a scale of garbage where nothing is written."""
     assert spec.codes is not None
     n, K, Dh, bs = spec.num_blocks, spec.kv_heads, spec.head_dim, spec.block_size
-    bits = to_bits(jnp.zeros(1, jnp.dtype(spec.codes))).dtype
-    keys, values = np.full((n, K, Dh, bs), 99, bits), np.full((n, K, bs, Dh), 99, bits)
+    stored = to_bits(jnp.zeros(Dh, jnp.dtype(spec.codes)))
+    (held_dim,), bits = stored.shape, stored.dtype
+    keys, values = np.full((n, K, held_dim, bs), 99, bits), np.full((n, K, bs, held_dim), 99, bits)
     # Places that compute nothing may attend to it; their output must be finite in float16 too.
     scales = np.full((2, n, K, bs), 10 if spec.dtype == "float16" else GARBAGE, np.float32)
     held = np.zeros((2, len(tokens), K, Dh))

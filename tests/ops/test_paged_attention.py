@@ -40,6 +40,7 @@ SPECS = {
     ),
     "int8": Spec(codes="int8", owners=2),
     "int8_bfloat16": Spec(codes="int8", dtype="bfloat16"),
+    "int4": Spec(codes="int4", owners=2),
     "e4m3_windowed_turns": Spec(
         codes="float8_e4m3fn", block_size=16, segments=(5, 9), width=11, tokens=150, rows=3, window=70
     ),
@@ -226,7 +227,7 @@ def test_copies_follow_their_order(sizes: tuple[int, ...], quantized: bool) -> N
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("codes", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2"]))
+@pytest.mark.parametrize("codes", slow_but(["int8"], ["int8", "float8_e4m3fn", "float8_e5m2", "int4"]))
 def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same output, whatever number of blocks that is, and no floats of a segment's size in the
     program."""

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how far they come back from what they were, and what they take."""
+"""Keys and values in 8 and 4 bits: how far they come back from what they were, and what they take."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from moejax.core.config import EngineConfig
 from moejax.core.errors import ConfigError
 from moejax.core.parallel import ParallelConfig
 from moejax.core.quant import QuantConfig
+from moejax.engine.llm import LLM
 from moejax.engine.opening.resolve import cache_dtype, unsupported_by_kernels
 from moejax.engine.opening.start import cache_blocks
 from moejax.perf.memory import device_memory
@@ -24,7 +25,8 @@ from moejax.quantization.kv import (
     round_trip,
     to_bits,
 )
-from tests.engine.tiny import main_config
+from tests.engine.tiny import main_config, small_config
+from tests.model_shapes import LATENT
 from tests.numerics import UNIT_ROUNDOFF
 from tests.perf.steps import decode_step_cost
 
@@ -32,10 +34,11 @@ from tests.perf.steps import decode_step_cost
 # units of the scale.
 HALF_STEP = {
     "int8": (0.0, 0.5),
+    "int4": (0.0, 0.5),
     "float8_e4m3fn": (2.0**-4, 2.0**-10),
     "float8_e5m2": (2.0**-3, 2.0**-17),
 }
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+LARGEST = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def rows(seed: int = 0) -> np.ndarray:
@@ -76,6 +79,14 @@ def test_a_round_trip_stays(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", KV_FORMATS)
 def test_every_code_survives_as_bits(dtype: str) -> None:
+    if dtype == "int4":  # two in a byte, each pair of them
+        pairs = np.indices((16, 16)).reshape(2, 256).T - 8
+        held = to_bits(jnp.asarray(pairs, jnp.int4))
+        assert held.shape == (256, 1) and held.dtype == bits_dtype(dtype) == jnp.int8
+        assert len(np.unique(np.asarray(held))) == 256
+        np.testing.assert_array_equal(np.asarray(from_bits(held, dtype)), pairs)
+        np.testing.assert_array_equal(np.asarray(from_bits(held.T, dtype, 0)), pairs.T)
+        return
     every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.dtype(dtype))
     held = to_bits(every)
     assert held.dtype == bits_dtype(dtype) and jnp.issubdtype(held.dtype, jnp.integer)
@@ -91,16 +102,17 @@ def test_bytes_count_codes_and_scales(dtype: str) -> None:
     """The same in the pool's blocks, in the memory of a device, and in what a step reads."""
     model = main_config()
     Dh, K, L = model.head_dim, model.num_kv_heads, model.num_layers
-    assert kv_vector_bytes(Dh, dtype) == Dh + 4 and kv_vector_bytes(Dh, "bfloat16") == 2 * Dh
-    assert block_bytes(model, 16, dtype) == L * 16 * 2 * K * (Dh + 4)
+    held_bytes = 4 + (Dh // 2 if dtype == "int4" else Dh)
+    assert kv_vector_bytes(Dh, dtype) == held_bytes and kv_vector_bytes(Dh, "bfloat16") == 2 * Dh
+    assert block_bytes(model, 16, dtype) == L * 16 * 2 * K * held_bytes
     assert block_bytes(model, 16, dtype, 2) == block_bytes(model, 16, dtype) // 2
     (stage,) = device_memory(model, ParallelConfig(), {}, num_blocks=5, block_size=16, dtype=dtype)
     assert stage.cache == 5 * block_bytes(model, 16, dtype)
     hits = np.ones(L)
     plain = decode_step_cost(model, 3, 20.0, hits)
     held = decode_step_cost(model, 3, 20.0, hits, kv_dtype=dtype)
-    assert held.cache_bytes == 3 * 20 * L * 2 * K * (Dh + 4)
-    assert plain.cache_bytes / held.cache_bytes == 4 * Dh / (Dh + 4)
+    assert held.cache_bytes == 3 * 20 * L * 2 * K * held_bytes
+    assert plain.cache_bytes / held.cache_bytes == 4 * Dh / held_bytes
     assert (held.weight_bytes, held.flops) == (plain.weight_bytes, plain.flops)
 
 
@@ -122,10 +134,16 @@ def test_what_is_decided_is_recorded() -> None:
 
 
 def test_what_cannot_run_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"quant.kv_cache: unknown value 'int4'"):
-        QuantConfig(kv_cache="int4")  # type: ignore[arg-type]
+    model = main_config()
+    with pytest.raises(ConfigError, match=r"quant.kv_cache: unknown value 'int3'"):
+        QuantConfig(kv_cache="int3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"quant\.kv_cache=int4 does not go with latents, .*; use int8"):
+        cache_dtype("int4", small_config(**LATENT))
+    kernels = EngineConfig(kernels="pallas_triton", block_size=8)
+    with pytest.raises(ConfigError, match=r"kernels=pallas_triton does not take quant\.kv_cache=int4"):
+        LLM(model, engine=kernels, load_format="dummy", quant=QuantConfig(kv_cache="int4"), fill=False)
     # 64 tokens of 2 heads of 8: 2^21 blocks are 2^31 codes.
-    engine, model = EngineConfig(block_size=64, num_blocks=2**21 + 1), main_config()
+    engine = EngineConfig(block_size=64, num_blocks=2**21 + 1)
     for kernels, dtype in (("xla", "int8"), ("pallas_triton", None)):
         assert cache_blocks(engine, model, 64, ParallelConfig(), dtype, kernels).value == str(2**21 + 1)
     with pytest.raises(ConfigError, match=r"num_blocks=2097153: the GPU kernels take .* at most 2097152 or"):

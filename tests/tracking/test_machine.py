@@ -93,6 +93,19 @@ def test_the_machines_state_is_measured(key):
     assert machine.machine_state()[key] >= 0
 
 
+def test_what_this_process_starts_is_not_others(monkeypatch):
+    """Both cores' times are as told here: half of a look's seconds are this process's and its child's."""
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.psutil, "cpu_times_percent", lambda interval: SimpleNamespace(idle=10.0))
+    now = iter([0.0, 10.0])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
+    used = iter([(1.0, 0.5), (2.0, 0.0), (5.0, 1.5), (7.0, 0.0)])  # each process before, and after
+    child = SimpleNamespace(cpu_times=lambda: next(used))
+    me = SimpleNamespace(cpu_times=lambda: next(used), children=lambda recursive: [child])
+    monkeypatch.setattr(machine.psutil, "Process", lambda: me)
+    assert machine.machine_state()["busy_percent"] == 40.0  # 90 less 10 s of 20
+
+
 def test_collecting_all_has_every_part():
     found = collect({}, argv=[])
     assert {"cpu", "device", "jax", "state", "versions", "env"} <= set(found)

@@ -51,9 +51,9 @@ class BackendOptions(Checked, section="backend"):
         threads: of the peer on the CPU; None: one for each core that this process may use.
         device: `auto` takes the GPU where the peer's packages can.
         dtype: hf_transformers: `auto` is float32 on the CPU and the checkpoint's own elsewhere.
-        options: hf_transformers: further arguments of `from_pretrained`, and `prompt_lookup_num_tokens`, with
-            which it drafts as many; llama_cpp: fields of `llama_context_params`; servers: further
-            fields of the request's body.
+        options: hf_transformers: further arguments of `from_pretrained`; llama_cpp: fields of
+            `llama_context_params`; both: `prompt_lookup_num_tokens`, with which they draft as many; servers:
+            further fields of the request's body.
         url: openai_endpoint: its base, such as http://localhost:8000/v1.
         model: openai_endpoint: the model's name there; None where it serves only one.
         api_key_env: openai_endpoint: the environment variable that holds the key; None: without a key.

@@ -156,6 +156,8 @@ def resolve(
     original = config.replace(dtype=compute_dtype.value)
     config = reduced_config(original, quant.experts)
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
+    if quant.kv_cache == "int4":
+        unsupported = "quant.kv_cache=int4 (at least 8 bits)"
     kernels = choose_kernels(engine.kernels, platform.value, unsupported)
     # Kernels for quantized weights that were asked for by name are kernels for the experts, too.
     fused = "pallas_triton" if quant.implementation == "pallas_triton" else kernels.value
@@ -492,6 +494,8 @@ def cache_dtype(requested: str, config: ModelConfig) -> Resolution:
         raise ConfigError(
             f"{key}={requested}: no layer keeps keys and values, only states in float32; use auto"
         )
+    if requested == "int4" and config.latent is not None:
+        raise ConfigError(f"{key}=int4 does not go with latents, whose values are a part of keys; use int8")
     coded = kv_vector_bytes(config.key_dim, requested)
     why = f"asked for; {coded} bytes a token and head, scale included, instead of {plain} in {config.dtype}"
     why += "" if all(config.paged_layers) else "; states of linear attention stay in float32"

@@ -142,6 +142,44 @@ def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
         backend.close()
 
 
+@pytest.mark.oracle
+@pytest.mark.skipif(PYTHON is None, reason="no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
+def test_prompt_lookup_of_llama_cpp(directory: Path, tmp_path: Path) -> None:
+    """The tokens without it, in fewer steps; several at a time; samples of a seed."""
+    assert PYTHON is not None
+    path = tmp_path / "model.gguf"
+    subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
+    llm = moejax.LLM(directory, dtype="float32", engine=moejax.EngineConfig(compile_cache=False))
+    prompt = (llm.generate([PROMPTS[0]], greedy(24))[0].outputs[0].token_ids * 2)[:40]
+    fields: dict[str, Any] = {"model_dir": directory, "encode": None, "max_num_seqs": 3, "log_dir": tmp_path}
+    types = {"type_k": 0, "type_v": 0}
+
+    def opened(**options: Any) -> WorkerBackend:
+        given = BackendOptions(
+            kind="llama_cpp", python=PYTHON, path=str(path), threads=1, options={**types, **options}
+        )
+        return WorkerBackend("llama_cpp", given, **fields)
+
+    seeds = [SamplingParams(max_tokens=12, temperature=1.0, seed=s, ignore_eos=True) for s in (1, 1, 2)]
+    plain, drafting = opened(), opened(prompt_lookup_num_tokens=3)
+    try:
+        assert drafting.describe()["prompt_lookup_num_tokens"] == 3
+        drafting.prepare(max_num_seqs=3, max_total_len=80, params=[greedy(20)])
+        plain.prepare(max_num_seqs=3, max_total_len=80, params=[greedy(20)])
+        for params in (greedy(20), greedy(1), *seeds[1:]):
+            for asked in ([prompt], [prompt, *PROMPTS[:2]]):
+                told, wanted = (b.generate(asked, [params] * len(asked)) for b in (drafting, plain))
+                for mine, other in zip(told, wanted, strict=True):
+                    assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        (output,) = drafting.generate([prompt], [greedy(20)])
+        assert len(output.metrics.itl) < 19
+    finally:
+        plain.close()
+        drafting.close()
+    with pytest.raises(BackendError, match=r"prompt_lookup_num_tokens must be a positive integer, got 0"):
+        opened(prompt_lookup_num_tokens=0)
+
+
 def test_a_file_that_is_no_gguf_or_no_weights(tmp_path: Path) -> None:
     """Needs neither package: a folder without weights is found before a process starts."""
     (tmp_path / "config.json").write_text("{}")

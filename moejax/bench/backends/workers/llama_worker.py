@@ -1,6 +1,7 @@
 """llama.cpp as a worker, through the low-level functions of llama-cpp-python: every step decodes one token of
 each running sequence together with the prompts of those that come in, as llama.cpp's own server does
-(continuous batching). Protocol: serve.py beside this file."""
+(continuous batching). With the option `prompt_lookup_num_tokens` as many drafts of llama-cpp-python's prompt
+lookup are decoded behind each; those that are what is sampled stay. Protocol: serve.py beside this file."""
 
 import os
 import time
@@ -11,6 +12,7 @@ from serve import Engine, Step, WorkerError, serve, usable_cores
 
 try:
     import llama_cpp as lib
+    import numpy as np  # which it needs, too
 except ImportError as missing:
     lib = missing
 
@@ -32,6 +34,13 @@ class LlamaCpp(Engine):
             lib.ggml_backend_load_all()
         start = time.perf_counter()
         self.fields = options["options"]
+        self.drafts, self.lookup = self.fields.pop("prompt_lookup_num_tokens", None), None
+        if self.drafts is not None:
+            if not (type(self.drafts) is int and self.drafts > 0):
+                raise WorkerError(f"prompt_lookup_num_tokens must be a positive integer, got {self.drafts!r}")
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            self.lookup = LlamaPromptLookupDecoding(num_pred_tokens=self.drafts)
         self.threads = options["threads"] or usable_cores()
         params = lib.llama_model_default_params()
         on_gpu = options["device"] != "cpu" and lib.llama_supports_gpu_offload()
@@ -51,6 +60,7 @@ class LlamaCpp(Engine):
                 "kv_cache_dtype": _KV_DTYPES.get(int(self.params.type_k), f"type {int(self.params.type_k)}"),
                 "device": "gpu" if on_gpu else "cpu",
                 "threads": self.threads,
+                "prompt_lookup_num_tokens": self.drafts,
                 "load_seconds": time.perf_counter() - start,
             },
             "vocab_size": size,
@@ -72,7 +82,7 @@ class LlamaCpp(Engine):
         params = lib.llama_context_default_params()
         params.n_ctx = sequences * -(-length // _PAD) * _PAD
         params.n_seq_max = sequences
-        params.n_batch, params.n_ubatch = max(2048, sequences), 512
+        params.n_batch, params.n_ubatch = max(2048, sequences * (1 + (self.drafts or 0))), 512
         params.n_threads = params.n_threads_batch = self.threads
         for name, value in self.fields.items():
             if name not in dict(type(params)._fields_):
@@ -102,9 +112,10 @@ class LlamaCpp(Engine):
         sampled: list = []
         for request in self.running:
             if request.id not in self.rest:
-                position = len(request.prompt) + len(request.tokens) - 1
-                sampled.append((len(rows), request))
-                rows.append((request.tokens[-1], position, self.places[request.id], True))
+                position, drafts = len(request.prompt) + len(request.tokens) - 1, self._drafts(request)
+                sampled.append((len(rows), request, drafts))
+                for place, token in enumerate([request.tokens[-1], *drafts], position):
+                    rows.append((token, place, self.places[request.id], True))
         decode = len(rows)
         admitted = self._admit()
         for request in [r for r in self.running if r.id in self.rest]:
@@ -113,14 +124,32 @@ class LlamaCpp(Engine):
             for position in range(done, end):
                 last = position == len(request.prompt) - 1
                 if last:
-                    sampled.append((len(rows), request))
+                    sampled.append((len(rows), request, []))
                 rows.append((request.prompt[position], position, self.places[request.id], last))
             self.rest[request.id] = end
             if end == len(request.prompt):
                 del self.rest[request.id]
         self._decode(rows)
-        pairs = [(r, lib.llama_sampler_sample(self.samplers[r.id], self.context, row)) for row, r in sampled]
+        pairs = [(r, token) for row, r, drafts in sampled for token in self._sample(row, r, drafts)]
         return Step(pairs, admitted, len(rows) - decode, decode, len(rows))
+
+    def _drafts(self, request):
+        room = request.max_tokens - len(request.tokens) - 1
+        if self.lookup is None or room < 1:
+            return []
+        return self.lookup(np.array(request.prompt + request.tokens)).tolist()[:room]
+
+    def _sample(self, row, request, drafts):
+        """Returns the tokens that hold, and takes the drafts that do not from the cache."""
+        tokens = []
+        for place, draft in enumerate([*drafts, None], row):
+            tokens.append(lib.llama_sampler_sample(self.samplers[request.id], self.context, place))
+            if tokens[-1] != draft or (tokens[-1] in self.eos and not request.ignore_eos):
+                break
+        if drafts:
+            end = len(request.prompt) + len(request.tokens) + len(tokens) - 1
+            lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), self.places[request.id], end, -1)
+        return tokens
 
     def _admit(self):
         admitted = []
