@@ -118,12 +118,13 @@ def of(*names: str | None) -> list[RequestOptions]:
 def assert_merged(made: Made, output: RequestOutput, name: str | None) -> None:
     """A request's tokens are the likeliest of the merged model, where the two best lie further apart than
     rounding explains, and its log-probabilities that model's."""
-    sample, prompt = output.outputs[0], output.prompt_token_ids
-    expected = made.merged(name, [*prompt, *sample.token_ids])[len(prompt) - 1 : -1]
-    for token, told, logprobs in zip(sample.token_ids, sample.logprobs or [], expected, strict=True):
-        best = np.sort(logprobs)[::-1]
-        assert token == logprobs.argmax() or best[0] - logprobs[token] < 2 * LIMIT
-        assert abs(told.logprob - logprobs[token]) < LIMIT
+    prompt = output.prompt_token_ids
+    for sample in output.outputs:
+        expected = made.merged(name, [*prompt, *sample.token_ids])[len(prompt) - 1 : -1]
+        for token, told, logprobs in zip(sample.token_ids, sample.logprobs or [], expected, strict=True):
+            best = np.sort(logprobs)[::-1]
+            assert token == logprobs.argmax() or best[0] - logprobs[token] < 2 * LIMIT
+            assert abs(told.logprob - logprobs[token]) < LIMIT
 
 
 def assert_all_merged(made: Made, llm: LLM) -> None:
@@ -160,6 +161,19 @@ def test_adapters_change_what_is_generated(loaded: LLM) -> None:
 )
 def test_other_products_and_loops(made: Callable[[str], Made], options: dict[str, Any]) -> None:
     assert_all_merged(made("one_layer"), engine(made("one_layer"), **options))
+
+
+@pytest.mark.parametrize("preemption", slow_but(["recompute"], ["recompute", "swap"]))
+def test_several_samples_that_are_preempted(made: Callable[[str], Made], preemption: Any) -> None:
+    scarce = {"block_size": 4, "num_blocks": 12, "block_buckets": [12], "preemption": preemption}
+    llm = engine(made("one_layer"), **scarce)
+    two = dataclasses.replace(GREEDY, n=2, max_tokens=14)
+    outputs = llm.generate(PROMPTS, two, options=of(*NAMES))
+    stats = llm.stats()
+    assert stats["preemptions"] > 0 and (stats["swapped_tokens"] > 0) == (preemption == "swap")
+    for name, output in zip(NAMES, outputs, strict=True):
+        assert [len(sample.token_ids) for sample in output.outputs] == [14, 14]
+        assert_merged(made("one_layer"), output, name)
 
 
 @pytest.mark.multidevice
