@@ -4,13 +4,11 @@ Each function returns what it could read; a setting that cannot be had is None. 
 tenth of a second, nearly all of it a look at what other processes do. No names of hosts or users are read.
 """
 
-import contextlib
 import hashlib
 import hmac
 import importlib
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,33 +89,22 @@ def _machine(path: Path) -> str | None:
 
 
 def machine_state() -> dict[str, Any]:
-    """Returns what the machine does beside this process and those that it has started, such as a tracker:
-    `busy_percent` of all cores together, `steal_percent` (taken by other virtual machines), `load_1min` and
-    `memory_available_bytes`."""
+    """Returns what the machine does while this process waits: `busy_percent` of all cores together,
+    `steal_percent` (taken by other virtual machines), `load_1min` and `memory_available_bytes`."""
     state: dict[str, Any] = dict.fromkeys(
         ("busy_percent", "steal_percent", "load_1min", "memory_available_bytes")
     )
     try:
-        began, own = time.perf_counter(), _own_seconds()
-        times = psutil.cpu_times_percent(interval=_LOOK_S)
-        span = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
-        busy = 100.0 - times.idle - getattr(times, "iowait", 0.0) - 100.0 * (_own_seconds() - own) / span
-        state["busy_percent"] = round(max(0.0, busy), 1)
-        state["steal_percent"] = getattr(times, "steal", None)
+        # Not `cpu_times_percent`: where all cores' times are below a second together, its shares are of one.
+        before, state["busy_percent"] = psutil.cpu_times(), psutil.cpu_percent(interval=_LOOK_S)
+        stolen, cores = getattr(psutil.cpu_times(), "steal", None), psutil.cpu_count() or 1
+        if stolen is not None:
+            state["steal_percent"] = round(100.0 * (stolen - before.steal) / (_LOOK_S * cores), 1)
         state["load_1min"] = round(psutil.getloadavg()[0], 2)
         state["memory_available_bytes"] = psutil.virtual_memory().available
     except (psutil.Error, OSError, NotImplementedError):
         pass
     return state
-
-
-def _own_seconds() -> float:
-    """Returns the CPU time of this process and of all that it has started and that run."""
-    me, total = psutil.Process(), 0.0
-    for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:2])  # in user mode and in the system
-    return total
 
 
 def jax_settings() -> dict[str, Any]:

@@ -93,17 +93,18 @@ def test_the_machines_state_is_measured(key):
     assert machine.machine_state()[key] >= 0
 
 
-def test_what_this_process_starts_is_not_others(monkeypatch):
-    """Both cores' times are as told here: half of a look's seconds are this process's and its child's."""
+def test_shares_are_of_all_cores_times(monkeypatch):
+    """Two cores, a look of a tenth of a second: 0.05 s of 0.2 were busy, 0.02 of them stolen."""
+    times = machine.psutil.cpu_times()
+    if not hasattr(times, "steal"):
+        pytest.skip("this system does not tell what others have stolen")
+    first = times._replace(**dict.fromkeys(times._fields, 1.0))
+    last = first._replace(user=1.03, idle=1.14, iowait=1.01, steal=1.02)
+    seen = iter([first, first, last, last])  # here, twice by `cpu_percent`, and here
+    monkeypatch.setattr(machine.psutil, "cpu_times", lambda percpu=False: next(seen))
     monkeypatch.setattr(machine.psutil, "cpu_count", lambda: 2)
-    monkeypatch.setattr(machine.psutil, "cpu_times_percent", lambda interval: SimpleNamespace(idle=10.0))
-    now = iter([0.0, 10.0])
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
-    used = iter([(1.0, 0.5), (2.0, 0.0), (5.0, 1.5), (7.0, 0.0)])  # each process before, and after
-    child = SimpleNamespace(cpu_times=lambda: next(used))
-    me = SimpleNamespace(cpu_times=lambda: next(used), children=lambda recursive: [child])
-    monkeypatch.setattr(machine.psutil, "Process", lambda: me)
-    assert machine.machine_state()["busy_percent"] == 40.0  # 90 less 10 s of 20
+    state = machine.machine_state()
+    assert (state["busy_percent"], state["steal_percent"]) == (25.0, 10.0)
 
 
 def test_collecting_all_has_every_part():
