@@ -4,7 +4,6 @@ python -m experiments.models action=add name=tiny path=CHECKPOINT    # also: lis
 """
 
 from dataclasses import asdict
-from pathlib import Path
 
 from experiments.launch.app import run_experiment
 from experiments.launch.schema import ModelsConfig
@@ -13,7 +12,6 @@ from experiments.launch.schema import ModelsConfig
 def main(config: ModelsConfig) -> None:
     from moejax.core.files import dump_json
     from moejax.report.tables import Column, column_table, stderr_console
-    from moejax.tracking.provenance import hash_directory
     from moejax.tracking.repository import PRODUCTION, Repository
 
     repository, project = Repository(config.root), config.wandb_project
@@ -23,20 +21,13 @@ def main(config: ModelsConfig) -> None:
 
         # Before anything is changed.
         require_login(TrackerConfig().timeout_s, "or leave out wandb_project")
-    name, again = config.name or "", None
-    if project is not None and config.action in ("add", "promote"):
-        # What is so already may be what W&B has not been told: an earlier call did not reach it.
-        if config.action == "add" and Path(config.path or "").is_dir():
-            again = repository.known(name, hash_directory(config.path or ""))
-        elif config.action == "promote" and repository.production(name) == config.version:
-            again = next(v for v in repository.versions(name) if v.version == config.version)
+    # With W&B what is so already is done again, since an earlier call may not have reached it.
+    name, again = config.name or "", project is not None
     match config.action:
-        case "add" | "promote" if again is not None:
-            found = [again]
         case "add":
-            found = [repository.add(name, config.path or "")]
+            found = [repository.add(name, config.path or "", again=again)]
         case "promote":
-            found = [repository.promote(name, config.version or 0)]
+            found = [repository.promote(name, config.version or 0, again=again)]
         case "rollback":
             found = [repository.rollback(name)]
         case _:

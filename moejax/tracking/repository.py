@@ -58,8 +58,9 @@ class Repository:
         """Returns where a version's checkpoint is."""
         return self.root / name / str(version)
 
-    def add(self, name: str, source: str | os.PathLike[str]) -> Version:
-        """Copies a checkpoint's folder in as the next version, in stage `staging`.
+    def add(self, name: str, source: str | os.PathLike[str], *, again: bool = False) -> Version:
+        """Copies a checkpoint's folder in as the next version, in stage `staging`; with `again` returns the
+        version that has the same files, where there is one.
 
         Raises:
             ConfigError: a name that cannot be one, or a version that has the same files.
@@ -72,8 +73,11 @@ class Repository:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is no checkpoint: it has no config.json")
         digest = hash_directory(folder)
-        if (known := self.known(name, digest)) is not None:
-            raise ConfigError(f"{folder} is version {known.version} of {name} already")
+        for known in self.versions(name) if (self.root / name).is_dir() else ():
+            if known.hash == digest and again:
+                return known
+            if known.hash == digest:
+                raise ConfigError(f"{folder} is version {known.version} of {name} already")
         with os_errors(OutputError, f"cannot write below {self.root}"):
             target = self._reserve(name)
             try:
@@ -116,19 +120,14 @@ class Repository:
                 found.append(Version(stage=stage, **read_manifest(folder)))
         return found
 
-    def known(self, name: str, digest: str) -> Version | None:
-        """Returns the version whose files have this hash, if there is one."""
-        versions = self.versions(name) if (self.root / name).is_dir() else ()
-        return next((version for version in versions if version.hash == digest), None)
-
     def production(self, name: str) -> int | None:
         """Returns the version in production, if there is one."""
         link = self.root / name / PRODUCTION
         target = os.readlink(link) if link.is_symlink() else None
         return int(target) if target and target.isdecimal() else None
 
-    def promote(self, name: str, version: int) -> Version:
-        """Puts a version into production once its files are what they were.
+    def promote(self, name: str, version: int, *, again: bool = False) -> Version:
+        """Puts a version into production once its files are what they were; with `again` it may be there.
 
         Raises:
             ConfigError: there is none, or it is in production.
@@ -139,6 +138,8 @@ class Repository:
         if version not in found:
             raise ConfigError(f"{name}: {unknown('version', str(version), map(str, found))}")
         current, history = self.production(name), self._history(name)
+        if current == version and again:
+            return found[version]
         if current == version:
             raise ConfigError(f"{name}: version {version} is in production already")
         check_files(self.folder(name, version))

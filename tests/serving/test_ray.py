@@ -81,7 +81,7 @@ def test_the_router_and_the_scaling_policy_are_the_simulator_s() -> None:
 def serving(folder: Path, *overrides: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address; it must end by itself once it is told to."""
     engine = [f"engine.{key}={value}" for key, value in HTTP_ENGINE.items()]
-    command = [sys.executable, "-m", "experiments.serve", "serve.port=0", *overrides, *engine]
+    command = [sys.executable, "-m", "experiments.serve", "serve.port=0", *engine, *overrides]
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command.append(f"hydra.run.dir={folder / 'out'}")
     with subprocess.Popen(

@@ -35,6 +35,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), main_config(), tokenizer=False)
 
 
+@pytest.fixture(scope="module")
+def gguf(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if PYTHON is None:
+        pytest.skip("no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
+    return path
+
+
 def expected(directory: Path) -> list[list[int]]:
     llm = moejax.LLM(directory, dtype="float32", engine=moejax.EngineConfig(compile_cache=False))
     outputs = llm.generate(PROMPTS, [greedy(length) for length in LENGTHS])
@@ -124,14 +133,10 @@ def test_prompt_lookup_of_transformers(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.skipif(PYTHON is None, reason="no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
-def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
-    assert PYTHON is not None
-    path = tmp_path / "model.gguf"
-    subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
+def test_llama_cpp(directory: Path, gguf: Path, tmp_path: Path) -> None:
     backend = WorkerBackend(
         "llama_cpp",
-        BackendOptions(kind="llama_cpp", python=PYTHON, path=str(path), threads=1,
+        BackendOptions(kind="llama_cpp", python=PYTHON, path=str(gguf), threads=1,
                        options={"type_k": 0, "type_v": 0}),
         model_dir=directory, encode=None, max_num_seqs=2, log_dir=tmp_path,
     )  # fmt: skip
@@ -143,12 +148,8 @@ def test_llama_cpp(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.skipif(PYTHON is None, reason="no MOEJAX_PEERS_PYTHON with llama-cpp-python, gguf, safetensors")
-def test_prompt_lookup_of_llama_cpp(directory: Path, tmp_path: Path) -> None:
+def test_prompt_lookup_of_llama_cpp(directory: Path, gguf: Path, tmp_path: Path) -> None:
     """The tokens without it, in fewer steps; several at a time; samples of a seed."""
-    assert PYTHON is not None
-    path = tmp_path / "model.gguf"
-    subprocess.run([PYTHON, Path(__file__).with_name("write_gguf.py"), directory, path], check=True)
     llm = moejax.LLM(directory, dtype="float32", engine=moejax.EngineConfig(compile_cache=False))
     prompt = (llm.generate([PROMPTS[0]], greedy(24))[0].outputs[0].token_ids * 2)[:40]
     fields: dict[str, Any] = {"model_dir": directory, "encode": None, "max_num_seqs": 3, "log_dir": tmp_path}
@@ -156,7 +157,7 @@ def test_prompt_lookup_of_llama_cpp(directory: Path, tmp_path: Path) -> None:
 
     def opened(**options: Any) -> WorkerBackend:
         given = BackendOptions(
-            kind="llama_cpp", python=PYTHON, path=str(path), threads=1, options={**types, **options}
+            kind="llama_cpp", python=PYTHON, path=str(gguf), threads=1, options={**types, **options}
         )
         return WorkerBackend("llama_cpp", given, **fields)
 
