@@ -107,7 +107,7 @@ def test_training_forward_beside_the_engine() -> None:
 
     _, prompts, params = largest_batch(load)
     params = [dataclasses.replace(each, max_tokens=3 + i) for i, each in enumerate(params)]  # padding
-    given = answer(llm, prompts, params, 3)
+    [given] = answer(llm, prompts, params, [3])
     assert given.routing is not None
     forward = TrainingForward(llm)
     row = beside_training(forward, prompts, given)

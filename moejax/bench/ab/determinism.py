@@ -17,7 +17,7 @@ from moejax.bench.backends.moejax import engine_of
 from moejax.bench.common.agreement import agreed_tokens, token_agreement
 from moejax.bench.workload import LatencyCase
 from moejax.engine.llm import LLM
-from moejax.engine.requests.api import SamplingParams
+from moejax.engine.requests.api import RequestOutput, SamplingParams
 from moejax.routing.capture import RoutingCapture, hash_tokens
 from moejax.routing.difference import compare_captures, numbered
 
@@ -43,11 +43,11 @@ def determinism_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
     sizes = sorted({each.batch_size for each, _ in load.plan} - {1})
     rows = []
     for name, llm in engines:
-        alone = answer(llm, prompts, params, 1)
-        ways = {f"{size} at once": answer(llm, prompts, params, size) for size in sizes}
+        alone, *batched = answer(llm, prompts, params, [1, *sizes])
+        ways = {f"{size} at once": answers for size, answers in zip(sizes, batched, strict=True)}
         # Not a divisor of the prompts' length, so that a chunk ends within a block.
         cut = {"max_num_seqs": 1, "max_num_batched_tokens": case.prompt_len // 3 + 1}
-        ways["in chunks"] = answer(llm, prompts, params, 1, **cut)
+        [ways["in chunks"]] = answer(llm, prompts, params, [1], **cut)
         head = {"variant": name, "dtype": llm.config.dtype, "deterministic": llm.engine_config.deterministic}
         rows += [{**head, "batched": way, **_beside(prompts, alone, other)} for way, other in ways.items()]
     return rows
@@ -60,22 +60,36 @@ def largest_batch(load: BatchLoad) -> tuple[LatencyCase, list[list[int]], list[S
 
 
 def answer(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], size: int, **options: Any
-) -> Answers:
-    """Runs the requests `size` at a time on an engine of the same weights that captures its routing."""
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], sizes: Sequence[int], **options: Any
+) -> list[Answers]:
+    """Runs the requests so many at a time, for each of `sizes`, on an engine of the same weights that
+    captures its routing and has forgotten those before."""
     sparse = any(llm.config.moe_layers)
     other = llm.variant(dataclasses.replace(llm.engine_config, capture_routing=sparse, **options))
     asked = True if llm.engine_config.deterministic == "verified" else None
     params = [dataclasses.replace(each, deterministic=asked) for each in params]
-    outputs = []
-    for first in range(0, len(prompts), size):
-        outputs += other.generate(prompts[first : first + size], params[first : first + size])
+    parts = {size: [slice(i, i + size) for i in range(0, len(prompts), size)] for size in sizes}
+    other.compile_for([(prompts[part], params[part]) for size in sizes for part in parts[size]])
+    return [_answers(other, prompts, params, parts[size], sparse) for size in sizes]
+
+
+def _answers(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], parts: list[slice], sparse: bool
+) -> Answers:
+    llm.clear_prefix_cache()
+    llm.clear_drafts()
+    if sparse:
+        llm.reset_capture()
+    before, outputs = llm.stats(), list[RequestOutput]()
+    for part in parts:
+        outputs += llm.generate(prompts[part], params[part])
     samples = [output.outputs[0] for output in outputs]
+    drafted, accepted = (llm.stats()[name] - before[name] for name in ("drafted", "accepted"))
     return Answers(
         [list(sample.token_ids) for sample in samples],
         [np.asarray([each.logprob for each in sample.logprobs or []], np.float32) for sample in samples],
-        other.routing_capture() if sparse else None,
-        other.stats()["accepted"] / drafted if (drafted := other.stats()["drafted"]) else None,
+        llm.routing_capture() if sparse else None,
+        accepted / drafted if drafted else None,
     )
 
 

@@ -38,6 +38,8 @@ class BatchLoad:
         cases: each case's fields in its row.
         records: of all measured passes, by id of the backend and case.
         hits: phase → experts visited in a mean step `[L]`, likewise, where it was recorded.
+        drafting: whether an engine drafts, and all record it: their steps then count at all times, so that
+            what is timed and what records are the same programs.
 
     Raises:
         ConfigError: a case longer than a backend's model allows.
@@ -49,24 +51,21 @@ class BatchLoad:
         self.cases: list[dict[str, Any]] = [dataclasses.asdict(case) for case, _ in self.plan]
         self.records: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
         self.hits: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        engines = [llm for backend in backends if (llm := engine_of(backend)) is not None]
+        self.drafting = any(llm.engine_config.speculation.most for llm in engines)
 
     def _generate(self, backend: Backend, index: int, **options: Any) -> list[RequestOutput]:
         return run_case(backend, *self.plan[index], self.workload, **options)
 
     def warm_up(self, backend: Backend, case: int) -> None:
-        """Runs a case until all is compiled."""
+        """Compiles for all cases with the first one, and runs a case."""
         llm = engine_of(backend)
         if case == 0 and llm is None:
             prepare_peer(backend, self.workload, [item for item, _ in self.plan])
-        config = None if llm is None else llm.engine_config
-        # Chosen by the steps' times, or by which of a batch's requests are verified.
-        varies = config is not None and (
-            config.speculation.depth == "utility" or config.deterministic == "verified"
-        )
-        if llm is not None and varies:
-            plan, prompts = self.plan[case]
-            llm.compile_for([(prompts, self.workload.batch_sampling(plan))])
-            llm.ledger.warmed_up = False  # what records routing is still to be compiled
+        elif case == 0 and llm is not None:
+            batches = [(prompts, self.workload.batch_sampling(each)) for each, prompts in self.plan]
+            llm.compile_for(batches, record_routing=self.drafting)
+            llm.ledger.warmed_up = False  # a step may differ from the planned one: requests that end early
         # At least once: a variant that compiles while it is measured would be measured for that.
         for _ in range(max(1, self.workload.warmup)):
             self._generate(backend, case)
@@ -164,15 +163,13 @@ def warm_up_all(arms: Sequence[Arm], load: Load) -> None:
     """Compiles and warms up every arm, and keeps the tokens that each gives for the same requests. From
     here on a compilation is a defect."""
     count = len(load.cases)
-    engines = [llm for arm in arms if (llm := engine_of(arm.backend)) is not None]
-    drafting = any(llm.engine_config.speculation.most for llm in engines)
     with progress("compiling and warming up", total=len(arms) * count) as task:
         for arm in arms:
             task.describe(f"compiling and warming up ({arm.name})")
             for case in range(count):
                 load.warm_up(arm.backend, case)
                 arm.tokens[case] = load.tokens(arm.backend, case)
-                if drafting and isinstance(load, BatchLoad):
+                if isinstance(load, BatchLoad) and load.drafting:
                     load.record_hits(arm.backend, case)
                 task.advance()
             if (llm := engine_of(arm.backend)) is not None:

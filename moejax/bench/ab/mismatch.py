@@ -50,8 +50,8 @@ def mismatch_rows(arms: Sequence[Arm], load: Load) -> list[dict[str, Any]]:
         llm = engine_of(arm.backend)
         if llm is None or arm.name == CONTROL:
             continue
-        for size in sorted({case.batch_size for case, _ in load.plan}):
-            given = answer(llm, prompts, params, size)
+        sizes = sorted({case.batch_size for case, _ in load.plan})
+        for size, given in zip(sizes, answer(llm, prompts, params, sizes), strict=True):
             head = {"variant": arm.name, "dtype": llm.config.dtype, "batched": f"{size} at once"}
             rows.append({**head, **_beside(forward, prompts, given)})
     return rows

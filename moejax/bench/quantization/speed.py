@@ -35,8 +35,14 @@ class SpeedMeter:
         self.full, self.prompts, self.speed = full, rows[:, : speed.prompt_len].tolist(), speed
         self.params = SamplingParams(max_tokens=speed.output_len, temperature=0.0, ignore_eos=True)
         self._full_times: list[float] = []
+        self._compile(full)
         # What a step of the full-precision model reads; quantized ones about as much.
         self.visits = self.visited(full)
+
+    def _compile(self, llm: LLM) -> None:
+        """Compiles the steps, which count the experts that they visit whether they are asked to or not: what
+        is timed and what counts are the same programs."""
+        llm.compile_for([(self.prompts, [self.params] * len(self.prompts))], record_routing=True)
 
     def visited(self, llm: LLM) -> tuple[np.ndarray, np.ndarray]:
         """Returns the distinct experts and the assignments of a mean decode step of `llm`, float64 `[L]`."""
@@ -67,8 +73,9 @@ class SpeedMeter:
     def __call__(self, llm: LLM) -> dict[str, Any]:
         """Row fields: tokens/s of the median run, and its ratio to full precision with its interval.
 
-        The first call of a model compiles and is not counted.
+        The first call of a model is not counted.
         """
+        self._compile(llm)
         for model in (self.full, llm):
             self._seconds(model)
         times: list[list[float]] = [[], []]

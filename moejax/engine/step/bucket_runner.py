@@ -287,13 +287,17 @@ class BucketRunner(ABC):
         scored = self.builder.warm_prompt_logprobs
         options = itertools.product(reachable, owners, modes, records, scored)
         keys = []
+        # No block has more sequences than a step has rows.
+        fewer = dict(zip(owners, [0, *owners], strict=False))
         if self.limits.tile:
             keys = [self.builder.tile(*given) for given in itertools.product(modes, records, scored)]
         if self.limits.verified or not self.limits.tile:
             keys += [
                 StepKey(rows, tokens, self.limits.segment_ends[segments - 1], sharing, mode, recorded, count)
                 for (rows, tokens, segments), sharing, mode, recorded, count in options
-                if (tokens or count < 0) and (not drafts or rows <= seqs or sharing > samples)
+                if (tokens or count < 0)
+                and fewer[sharing] < rows
+                and (not drafts or rows <= seqs or sharing > samples)
             ]
         if self.limits.drafter is not None:
             alone = [k for k in keys if not k.tokens and k.rows <= seqs and k.owners <= max(1, samples)]
