@@ -537,6 +537,11 @@ class EngineConfig(Checked, section="engine"):
         return self.verify_every - 1 if self.deterministic == "verified" else self.speculation.most
 
     @property
+    def steps_vary(self) -> bool:
+        """Tells whether what is drafted, verified or measured meanwhile decides which steps a batch takes."""
+        return self.adaptive_batching.enabled or self.most_ahead > 0 or self.deterministic == "verified"
+
+    @property
     def experts_in_tiers(self) -> bool:
         """Tells whether not all experts, or not all layers, are to have a place on the device."""
         share, tiers = self.experts.resident, self.tiers

@@ -470,31 +470,33 @@ class LLM(Changes):
         batches: Sequence[tuple[Sequence[Prompt], Sequence[SamplingParams]]],
         *,
         record_routing: bool = False,
+        planned: bool = True,
     ) -> None:
         """Compiles, side by side, the steps that `generate` is going to take for each of these batches alone.
         What it finds out by scheduling them without computing anything: tokens that end a request early lead
         to steps which are compiled when they are met. Does nothing while a trace is replayed, or on stages.
 
         Args:
-            batches: prompts and their parameters. Adaptive batching and drafts have all compiled (`warmup`),
-                and nothing is scheduled for them.
+            batches: prompts and their parameters.
             record_routing: `generate(record_routing=True)` is to come; on one group all steps then count.
+            planned: else all is compiled that requests so long can need, in few buckets (`warmup`), as where
+                adaptive batching or drafts choose the steps.
         """
         if self.builder.replay is not None:
             return
         builder, longest, config = self._request_builder(None), 0, self.engine_config
         steps = PlannedSteps(self.runner.builder, self.eos_token_ids)
-        varies = config.adaptive_batching.enabled or config.most_ahead or config.deterministic == "verified"
+        planned = planned and not config.steps_vary
         with self.engine.lock:
             self.runner.count_always(record_routing)
             for prompts, params in batches:
                 whole = [dataclasses.replace(p, max_time_s=None) for p in params]
                 requests = builder.to_generate(prompts, whole, record=record_routing)
                 longest = max([longest, *(s.max_length for r in requests for s in r.sequences)])
-                if not varies:
+                if planned:
                     planning_engine(self._resolved, self.runner.cache, steps).run(requests)
             self.runner.compile_ahead(steps.keys)
-            if varies:
+            if not planned:
                 asked = [p for _, params in batches for p in params]
                 self.warmup(max_total_len=longest, sampling_params=asked, record_routing=record_routing)
 

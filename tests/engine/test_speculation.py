@@ -73,6 +73,55 @@ def test_a_rare_continuation_is_not_drafted() -> None:
     assert SuffixProposer(SpeculationConfig(method="suffix")).propose(sequence([*tokens, 1, 2]), 3) == []
 
 
+def plain_suffix(sources: list[list[int]], newest: list[int], most: int) -> list[int]:
+    """What "suffix" drafts, place by place and token by token."""
+    found = []
+    for number, tokens in enumerate(sources):
+        ends = [i for i in range(2, len(tokens) + 1) if tokens[i - 2 : i] == newest[-2:]]
+        for end in ends[-speculation.PLACES - 1 :]:
+            if number == 0 and end == len(tokens):
+                continue
+            length = 2
+            while length < min(end, len(newest), speculation.LONGEST_MATCH) and (
+                tokens[end - length - 1] == newest[-length - 1]
+            ):
+                length += 1
+            found.append((length, tokens[end : end + most]))
+    longest = max((length for length, _ in found), default=0)
+    follow = [tokens for length, tokens in found if length == longest]
+    least = speculation.LEAST_SHARE * len(follow)
+    drafts: list[int] = []
+    for depth in range(most):
+        counts = Counter(
+            tokens[depth] for tokens in follow if tokens[:depth] == drafts and len(tokens) > depth
+        )
+        token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
+        if token == -1 or count < least:
+            break
+        drafts.append(token)
+    return drafts
+
+
+def test_a_suffix_is_continued_as_place_by_place() -> None:
+    rng = random.Random(0)
+    kinds = Counter[int]()
+    for _ in range(400):
+        most = rng.choice([4, 40])
+        loop = [rng.randrange(most) for _ in range(rng.randrange(1, 9))]
+        tokens = [rng.randrange(most) for _ in range(rng.randrange(1, 40))] + loop * rng.randrange(20)
+        ended = [
+            [0, *(rng.randrange(most) for _ in range(rng.randrange(12)))] for _ in range(rng.randrange(4))
+        ]
+        proposer = SuffixProposer(SpeculationConfig(method="suffix"))
+        for output in ended:
+            proposer.ended(sequence(output))
+        remembered = [token for output in ended for token in (*output[1:], -1)]
+        drafts = proposer.propose(sequence(tokens), 6)
+        assert drafts == plain_suffix([tokens, remembered], tokens, 6)
+        kinds[len(drafts)] += 1
+    assert min(kinds[0], kinds[6], sum(kinds[n] for n in range(1, 6))) > 20
+
+
 # -- steps ---------------------------------------------------------------------------------------------
 
 BUSY = [

@@ -40,6 +40,7 @@ class BatchLoad:
         hits: phase → experts visited in a mean step `[L]`, likewise, where it was recorded.
         drafting: whether an engine drafts, and all record it: their steps then count at all times, so that
             what is timed and what records are the same programs.
+        planned: whether all engines' steps can be known; else all have the buckets of a warm-up.
 
     Raises:
         ConfigError: a case longer than a backend's model allows.
@@ -53,6 +54,7 @@ class BatchLoad:
         self.hits: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         engines = [llm for backend in backends if (llm := engine_of(backend)) is not None]
         self.drafting = any(llm.engine_config.speculation.most for llm in engines)
+        self.planned = not any(llm.engine_config.steps_vary for llm in engines)
 
     def _generate(self, backend: Backend, index: int, **options: Any) -> list[RequestOutput]:
         return run_case(backend, *self.plan[index], self.workload, **options)
@@ -64,7 +66,7 @@ class BatchLoad:
             prepare_peer(backend, self.workload, [item for item, _ in self.plan])
         elif case == 0 and llm is not None:
             batches = [(prompts, self.workload.batch_sampling(each)) for each, prompts in self.plan]
-            llm.compile_for(batches, record_routing=self.drafting)
+            llm.compile_for(batches, record_routing=self.drafting, planned=self.planned)
             llm.ledger.warmed_up = False  # a step may differ from the planned one: requests that end early
         # At least once: a variant that compiles while it is measured would be measured for that.
         for _ in range(max(1, self.workload.warmup)):

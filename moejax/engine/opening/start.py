@@ -86,7 +86,8 @@ def start(resolved: ResolvedEngine, weights: Weights) -> Started:
         method = METHODS[config.adaptive_batching.method]
         engine.adapt(method(config.adaptive_batching, lambda: runner.buckets))
     if config.speculation.most and config.speculation.depth == "utility":
-        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, config.max_rows))))
+        most = config.max_rows
+        engine.time_steps(StepTimes(lambda rows: runner.buckets.rows_for(min(rows, most))))
     if isinstance(runner, DeviceRunner) and isinstance(engine.scheduler, Scheduler) and runner.store_slots:
         engine.store = engine.scheduler.store = runner.store
     auto = "auto" in (config.preemption, resolved.prefix_cache.load) and runner.store_slots

@@ -15,7 +15,7 @@ what is kept is decided in the same way.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from typing import Protocol
 
 from moejax.cache.allocator import BlockAllocator, OutOfBlocks, WindowAllocator
@@ -25,7 +25,7 @@ from moejax.core.parallel import ParallelConfig
 from moejax.core.scheduling import MTP_FAMILIES, SpeculationConfig
 from moejax.engine.scheduling.plan import UNKNOWN, Draft, StepPlan
 from moejax.engine.scheduling.sequence import Sequence, State
-from moejax.engine.scheduling.utility import Judged, Utility
+from moejax.engine.scheduling.utility import LONGEST_PAUSE, Judged, Utility
 
 PLACES = 32
 """Earlier places of a sequence's newest tokens that a proposer looks at, the newest ones."""
@@ -75,10 +75,13 @@ class History:
         """Returns how many of the `newest` tokens stood together before, up to `longest`, and the places
         after those of them that some token follows, the oldest first."""
         best, places = 0, list[int]()
+        last = list(newest[-longest:])
         for end in self._ends.get(tuple(newest[-self.least :]), ())[-PLACES - 1 :]:
             if end == len(self.tokens):
                 continue
             length, most = self.least, min(longest, end, len(newest))
+            if self.tokens[end - most : end] == last[-most:]:  # at once: a text that repeats itself
+                length = most
             while length < most and self.tokens[end - length - 1] == newest[-length - 1]:
                 length += 1
             if length > best:
@@ -132,8 +135,12 @@ class SuffixProposer(NgramProposer):
             for place in places
             if length == best
         ]
-        drafts: list[int] = []
         least = LEAST_SHARE * len(follow)
+        longest = max(follow, key=len, default=[])
+        if all(longest[: len(tokens)] == tokens for tokens in follow):  # nothing to choose
+            depth = sum(sum(len(tokens) > n for tokens in follow) >= least for n in range(len(longest)))
+            return list(takewhile(_END.__ne__, longest[:depth]))
+        drafts: list[int] = []
         while len(drafts) < most:
             counts = Counter(tokens[len(drafts)] for tokens in follow if len(tokens) > len(drafts))
             token, count = max(counts.items(), key=lambda item: item[1], default=(_END, 0))
@@ -211,6 +218,7 @@ class Speculation:
         self.proposer = proposer or PROPOSERS[config.method](config)
         self.utility: Utility | None = None
         self._accounts: dict[Sequence, Judged] = {}
+        self._rest = 0  # steps without drafts in which there is nothing to judge
 
     def depth(self, sequence: Sequence) -> int:
         """Returns how many drafts a sequence may have; none where its logits depend on its outputs' counts,
@@ -220,8 +228,10 @@ class Speculation:
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Tells whether the next step may have drafts: not if it computes prompts."""
-        sequences = list(running)
-        if self.utility is not None and not self.utility.worth([*map(self._account, sequences)]):
+        sequences, utility = list(running), self.utility
+        if utility is not None and (
+            utility.settled(len(sequences)) or not utility.worth([*map(self._account, sequences)])
+        ):
             return False
         decode = all(s.length - s.computed == 1 and not s.forks for s in sequences)
         return decode and any(map(self.depth, sequences))
@@ -238,8 +248,10 @@ class Speculation:
         self, plan: StepPlan, budget: int, allocator: BlockAllocator, windows: WindowAllocator | None
     ) -> None:
         """Adds at most `budget` rows of drafts to a plan of decodes, within the blocks that are free."""
-        decodes = list(zip(plan.decodes, plan.positions, strict=True))
         found = self._proposals(plan.decodes, budget)
+        if not any(found):
+            return
+        decodes = list(zip(plan.decodes, plan.positions, strict=True))
         for row, ((sequence, position), drafts) in enumerate(zip(decodes, found, strict=True)):
             for number in range(1, min(len(drafts), budget) + 1):
                 position += 1
@@ -262,8 +274,10 @@ class Speculation:
         """Returns the drafts of each sequence; none where its newest token is on the device alone."""
         if self.utility is None:
             return [self._propose(s) if s.pending == 1 else () for s in sequences]
+        if any(s.pending > 1 for s in sequences):
+            return [()] * len(sequences)
         accounts = [*map(self._account, sequences)]
-        if any(s.pending > 1 for s in sequences) or not self.utility.worth(accounts):
+        if not self.utility.worth(accounts):
             return [()] * len(sequences)
         found = [*map(self._propose, sequences)]
         for sequence, account, drafts in zip(sequences, accounts, found, strict=True):
@@ -286,14 +300,19 @@ class Speculation:
 
     def judge(self, sequences: Iterable[Sequence]) -> None:
         """Sets what was proposed for sequences beside the tokens that they have now."""
-        if self.utility is None or self.utility.blind:
+        self._rest -= 1
+        if self.utility is None or self.utility.blind or (self._rest > 0 and not self.utility.drafting):
             return
+        drafting, rest = self.utility.drafting, LONGEST_PAUSE
         for sequence in sequences:
             if sequence.state is not State.FINISHED:
                 account = self._account(sequence)
-                account.see(sequence.tokens)
-                if account.due(sequence.tokens) and not self.utility.drafting and self.depth(sequence):
-                    account.begin(sequence.tokens, self._propose(sequence))
+                if drafting or len(sequence.tokens) >= account.next:
+                    account.see(sequence.tokens)
+                    if not drafting and account.due(sequence.tokens) and self.depth(sequence):
+                        account.begin(sequence.tokens, self._propose(sequence))
+                rest = min(rest, account.next - len(sequence.tokens))
+        self._rest = rest  # without drafts a step has a token of each at most
 
     def learn(self, plan: StepPlan) -> None:
         """Takes note of which drafts of a plan were right, where it shows in that alone."""

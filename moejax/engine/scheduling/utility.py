@@ -45,9 +45,12 @@ MEMORY = 8
 """Judged proposals of a sequence that count about as much as all before."""
 
 
-LONGEST_PAUSE = 7
-"""Tokens after which more are proposed for a sequence whose proposals were wrong: proposing takes the
-host's time. The pause grows with each, and ends with a right one."""
+LONGEST_PAUSE = 15
+"""Tokens after which more are proposed for a sequence that does not draft: proposing takes the host's time.
+The pause grows with each proposal that was as right or wrong as expected, and ends with another."""
+
+UNCHANGED = 16
+"""Steps for which not to draft stays decided while nothing is judged."""
 
 
 class StepTimes:
@@ -89,9 +92,12 @@ class _Way:
     def __init__(self) -> None:
         self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._known: dict[int, float] = {}
+        self._new = set[int]()  # sizes whose median is to be taken
         self._step, self._wait, self._drift = 0, FIRST_WAIT, 1.0
 
     def known(self) -> dict[int, float]:
+        self._known |= {size: median(self._seconds[size]) for size in self._new}
+        self._new.clear()
         return {size: seconds / self._drift for size, seconds in self._known.items()}
 
     def add(self, size: int, seconds: float, step: int) -> None:
@@ -104,10 +110,10 @@ class _Way:
             change = median(newest) / self._known[size]
             self._known = {each: change * known for each, known in self._known.items()}
             self._drift = 1.0
-        self._known[size] = median(newest)
+        self._new.add(size)
 
     def age(self, step: int) -> None:
-        if self._known and step - self._step >= self._wait:
+        if step - self._step >= self._wait and self.known():
             self._seconds.clear()
             self._step, self._drift = step, DRIFT * self._drift
             self._wait = min(2 * self._wait, LONGEST_WAIT)
@@ -122,14 +128,16 @@ class Judged:
 
     Attributes:
         proposed, right: how often a draft was proposed, and was right with all before it, by place.
+        rounds: proposals judged.
+        next: tokens with which there is something to see, or to propose; sooner while the sequence drafts.
     """
 
     def __init__(self, most: int, prior: "Judged | None" = None) -> None:
         self.prior = prior
         self.proposed: list[float] = list(prior.proposed) if prior else [0.0] * most
         self.right: list[float] = list(prior.right) if prior else [0.0] * most
-        self._rounds = 0
-        self._start = self._pause = 0
+        self.rounds = self.next = 0
+        self._start = self._pause = self._right = 0
         self._proposal: Sequence[int] | None = None
 
     @property
@@ -139,11 +147,12 @@ class Judged:
 
     def due(self, tokens: Sequence[int]) -> bool:
         """Tells whether what follows `tokens` should be proposed, only to be judged."""
-        return not self.open and len(tokens) > self._start + self._pause
+        return not self.open and len(tokens) >= self.next
 
     def begin(self, tokens: Sequence[int], proposal: Sequence[int]) -> None:
         """Sets a proposal beside what will follow `tokens`."""
-        self._start, self._proposal = len(tokens), proposal
+        self._start, self._right, self._proposal = len(tokens), 0, proposal
+        self.next = self._start + max(1, len(proposal))
 
     def take(self, proposed: int, right: int) -> None:
         """Takes in how many drafts of a step were right."""
@@ -155,18 +164,20 @@ class Judged:
         """Takes in a sequence's tokens so far."""
         if self._proposal is None:
             return
-        new = tokens[self._start :]
-        right = next((i for i, (a, b) in enumerate(zip(new, self._proposal, strict=False)) if a != b), None)
-        if right is None and len(new) < max(1, len(self._proposal)):
-            return
-        right = len(self._proposal) if right is None else right
-        self.take(len(self._proposal), right)
-        self._pause = 0 if right else min(2 * self._pause + 1, LONGEST_PAUSE)
-        self._proposal = None
+        right, known, most = self._right, len(tokens) - self._start, len(self._proposal)
+        while right < min(known, most) and tokens[self._start + right] == self._proposal[right]:
+            right += 1
+        self._right = right
+        if right == known and known < max(1, most):
+            return  # as far as it is known
+        expected = bool(right) == (most > 0 and 2 * self.chances(1)[0] > 1)
+        self.take(most, right)
+        self._pause = min(2 * self._pause + 1, LONGEST_PAUSE) if expected else 0
+        self._proposal, self.next = None, self._start + max(1, right) + self._pause
 
     def _add(self, proposed: int, right: int) -> None:
-        self._rounds += 1
-        share = 1 / min(self._rounds + 1, MEMORY)
+        self.rounds += 1
+        share = 1 / min(self.rounds + 1, MEMORY)
         for counts, number in ((self.proposed, proposed), (self.right, right)):
             for place in range(len(counts)):
                 counts[place] += share * ((place < number) - counts[place])
@@ -189,6 +200,7 @@ class Utility:
         self.all = Judged(most)
         self.drafting = False
         self._probes, self._rest, self._wait = PROBES * blind, 0, FIRST_WAIT
+        self._decided, self._unchanged = (0, 0), 0
 
     def stepped(self, drafted: bool) -> None:
         """Takes note of a step, where drafts are blind."""
@@ -199,8 +211,16 @@ class Utility:
         elif self._rest >= self._wait:
             self._probes, self._rest, self._wait = PROBES, 0, min(2 * self._wait, LONGEST_WAIT)
 
+    def settled(self, sequences: int) -> bool:
+        """Tells whether not to draft stays decided for so many sequences: nothing was judged meanwhile."""
+        known, self._unchanged = (sequences, self.all.rounds), self._unchanged + 1
+        if known == self._decided and self._unchanged < UNCHANGED and not self.blind:
+            return not self.drafting
+        self._decided, self._unchanged = known, 0
+        return False
+
     def worth(self, accounts: Sequence[Judged]) -> bool:
-        """Tells whether steps with drafts of these sequences are faster; decided anew at each step."""
+        """Tells whether steps with drafts of these sequences are faster."""
         plain, sequences = self.times.without_drafts(len(accounts)), len(accounts)
         least = KEPT_GAIN if self.drafting else GAIN
         self.drafting = False
