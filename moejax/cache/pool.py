@@ -160,6 +160,8 @@ class BlockPool:
         if is_quantized(self._dtype):
             dtype, codes = bits_dtype(self._dtype) if self._transposed_keys else self._dtype, str(self._dtype)
             Dh //= codes_in_byte(codes)
+        elif self._dtype == jnp.bfloat16 and self._transposed_keys and jax.default_backend() == "cpu":
+            dtype = bits_dtype(dtype)
 
         keys = (size, K, Dh, bs) if self._transposed_keys else (size, K, bs, Dh)
 

@@ -79,6 +79,7 @@ class Segment:
             (`moejax.quantization.kv`); None where keys and values are stored as they are.
         codes: name of the codes' dtype. 8-bit floats lie here as uint8 (`moejax.quantization.kv.to_bits`),
             for kernels as what they are; of int4 two lie in a byte, so that Dh is half as large in arrays.
+            None: keys and values as they are, bfloat16 on a CPU as uint16.
         latent: how many of a key's numbers are its value.
     """
 
@@ -139,7 +140,8 @@ def _as_stored(segment: Segment, k: jax.Array, v: jax.Array | None) -> Segment:
 
     def stored(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if segment.codes is None:
-            return x.astype(segment.keys.dtype), None
+            bits = segment.keys.dtype == jnp.uint16
+            return to_bits(x.astype(jnp.bfloat16)) if bits else x.astype(segment.keys.dtype), None
         codes, scale = quantize_kv(x, jnp.dtype(segment.codes))
         return to_bits(codes), scale
 

@@ -38,7 +38,7 @@ from moejax.ops.kv_segments import (
     write_runs,
 )
 from moejax.perf.sizes import PLAIN_KEYS, takes_plain_form
-from moejax.quantization.kv import from_bits
+from moejax.quantization.kv import as_numbers, from_bits
 
 # Keys that one turn of a chunk's loop attends to, at least one block.
 KEYS_PER_TURN = 64
@@ -229,7 +229,7 @@ def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) 
     """Multiplies x by what a segment holds. Codes are multiplied in float32, or in x's bfloat16, which holds
     them exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
-        return jnp.einsum(equation, x, stored)
+        return jnp.einsum(equation, x, as_numbers(stored))
     dims = equation.partition("->")[0].partition(",")[2]
     stored = from_bits(stored, codes, dims.find("d")).astype(_wide(x))
     return jnp.einsum(equation, x.astype(_wide(x)), stored, preferred_element_type=jnp.float32)
@@ -416,7 +416,8 @@ def plain_chunk_attention(
             with jax.named_scope("qkv_projection"):
                 made = _product("rm,rb->mb", weight, stored[rope:], codes).astype(wide)
                 made = made.reshape(H, each, keys_per_turn)
-            rotated = stored[:rope] if codes is None else from_bits(stored[:rope], codes).astype(wide)
+            rotated = stored[:rope]
+            rotated = as_numbers(rotated) if codes is None else from_bits(rotated, codes).astype(wide)
             rotated = jnp.broadcast_to(rotated, (H, rope, keys_per_turn))
             keys, values = jnp.concatenate([rotated, made[:, :nope]], axis=1), made[:, nope:]
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.kv import KV_LARGEST, dequantize_kv, is_quantized, quantize_kv
 
 __all__ = [
-    "KV_FORMATS", "bits_dtype", "codes_in_byte", "dequantize_kv", "from_bits", "is_quantized", "quantize_kv",
-    "round_trip", "to_bits",
+    "KV_FORMATS", "as_numbers", "bits_dtype", "codes_in_byte", "dequantize_kv", "from_bits", "is_quantized",
+    "quantize_kv", "round_trip", "to_bits",
 ]  # fmt: skip
 
 KV_FORMATS = tuple(KV_LARGEST)
@@ -22,11 +22,15 @@ KV_FORMATS = tuple(KV_LARGEST)
 
 
 def bits_dtype(dtype: Any) -> Any:
-    """Returns the dtype that stores codes outside of kernels: int8 for integers, uint8 for 8-bit floats.
+    """Returns the dtype that stores numbers outside of kernels: int8 for integers, uint8 for 8-bit floats,
+    uint16 for bfloat16.
 
-    XLA:CPU moves 8-bit floats by way of float16: a loop that writes into an array converts all of it twice.
+    XLA:CPU moves floats this short by way of longer ones: a loop that reads or writes slices of an array
+    converts all of it.
     """
-    return jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.integer) else jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(jnp.int8)
+    return jnp.dtype(jnp.uint8 if jnp.dtype(dtype).itemsize == 1 else jnp.uint16)
 
 
 def codes_in_byte(dtype: Any) -> int:
@@ -49,6 +53,11 @@ def from_bits(bits: jax.Array, dtype: Any, axis: int = -1) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
     four = jnp.int8(4)
     return jnp.concatenate([(bits << four) >> four, bits >> four], axis=axis)
+
+
+def as_numbers(stored: jax.Array) -> jax.Array:
+    """Returns bfloat16 that lies as `bits_dtype`, and all else as it is."""
+    return from_bits(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
 def round_trip(x: jax.Array, dtype: Any) -> jax.Array:

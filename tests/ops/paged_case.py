@@ -17,7 +17,8 @@ GARBAGE = 1e30
 @dataclass(frozen=True)
 class Spec:
     """Shapes of one compiled program. `tokens` 0: decodes only; `owners`: rows that may share a block;
-    `codes`: what the cache is quantized to; `sinks`: each query head has one."""
+    `codes`: what the cache is quantized to; `bits`: it has bfloat16 as uint16; `sinks`: each query head has
+    one."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -31,6 +32,7 @@ class Spec:
     window: int | None = None
     dtype: str = "float32"
     codes: str | None = None
+    bits: bool = False
     sinks: bool = False
 
     @property
@@ -173,8 +175,9 @@ def segments_with(spec: Spec, tokens: dict[tuple[int, int], tuple[np.ndarray, np
         keys[block, :, :, offset], values[block, :, offset, :] = k, v
     ends = np.cumsum(spec.segments)[:-1]
     dtype = jnp.dtype(spec.dtype)
+    stored = to_bits if spec.bits else lambda x: x
     return tuple(
-        Segment(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+        Segment(stored(jnp.asarray(a, dtype)), stored(jnp.asarray(b, dtype)))
         for a, b in zip(np.split(keys, ends), np.split(values, ends), strict=True)
     )
 

@@ -32,7 +32,8 @@ SPECS = {
     "shared_blocks": Spec(owners=4, rows=6, segments=(8, 9)),
     "shared_blocks_windowed": Spec(owners=4, rows=6, segments=(8, 9), window=5, tokens=0),
     "decodes_only": Spec(tokens=0, segments=(2, 14), heads=6),
-    "bfloat16": Spec(dtype="bfloat16", window=9),
+    "bfloat16": Spec(dtype="bfloat16", window=9, bits=True),
+    "bfloat16_as_it_is": Spec(dtype="bfloat16", window=9),
     "sinks": Spec(heads=6, sinks=True),
     "sinks_shared_windowed": Spec(owners=4, rows=6, segments=(8, 9), window=5, tokens=0, sinks=True),
     "sinks_tiles_and_turns": Spec(
@@ -50,7 +51,7 @@ SPECS = {
 }
 
 # In the slow lane: other specifications have what these vary, in other company.
-SLOW = ("window_of_1", "windowed_tiles_and_turns", "shared_blocks", "int8_bfloat16")
+SLOW = ("window_of_1", "bfloat16_as_it_is", "windowed_tiles_and_turns", "shared_blocks", "int8_bfloat16")
 
 
 @functools.cache
@@ -246,3 +247,14 @@ def test_codes_are_widened_a_few_blocks_at_a_time(codes: str, monkeypatch: pytes
     text = program.as_text()
     assert re.search(rf"(s8|u8)\[16,{K},{Dh},{bs}\]", text)
     assert not re.search(rf"(f32|f16|f8\w*)\[16,{K},({Dh},{bs}|{bs},{Dh})\]", text)
+
+
+@pytest.mark.parametrize("bits", [True, False])
+def test_bits_of_bfloat16_are_not_converted(bits: bool) -> None:
+    """A loop that writes tokens converts all of a segment to float32 and back, unless it lies as uint16."""
+    case = make(Spec(dtype="bfloat16", bits=bits, segments=(16,)), 0)
+    k = jnp.asarray(case.k[: case.spec.rows], jnp.bfloat16)
+    lowered = jax.jit(lambda segments, k, plan: write_rows(segments, k, k, plan)).lower(
+        case.before, k, case.plan.decode
+    )
+    assert bool(re.search(r"f32\[16,", lowered.compile().as_text())) != bits
