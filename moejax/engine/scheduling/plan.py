@@ -66,6 +66,7 @@ class StepPlan:
         imports: blocks to be filled, after the loads, with the last of those that a sequence brings: arrays
             `[at least len(blocks), …]`, see `Sequence.blocks_of_host`.
         copies: (source, destination) blocks to copy, in this order, before anything is written.
+        held: blocks to copy of which no table has a part, held so that nothing is loaded into them before.
         window_copies: `copies` of the blocks of layers with a sliding window, where these have their own.
         preempted: sequences that lost their blocks for this plan.
         idle: the last so many decodes are rows of static batching that have ended: computed as padding.
@@ -84,6 +85,7 @@ class StepPlan:
     loads: list[tuple[int, int]] = field(default_factory=list)
     imports: list[tuple[list[int], Any]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     window_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
     idle: int = 0

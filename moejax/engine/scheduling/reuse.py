@@ -82,7 +82,7 @@ def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:
     taken = {node: node.block for node in match.nodes if node.block is not None and match.takes(node)}
     copied = [node.block for node in match.path if node.block is not None and node not in taken]
     for block in (*taken.values(), *copied):
-        allocator.hold(block)  # so that none is taken for another; the last until it is copied
+        allocator.hold(block)  # so that none is taken for another; the last until all are admitted
 
     def new_block() -> int:
         (block,) = allocator.grow(blocks, (len(blocks) + 1) * allocator.block_size)
@@ -103,7 +103,7 @@ def reuse(scheduler: Any, sequence: Sequence, plan: StepPlan) -> None:
     if match.partial is not None:
         plan.fetch(match.partial, new_block())
         sources["partial"] += match.extra
-    allocator.release(copied)
+    plan.held += copied
     sequence.computed = sequence.cached = match.tokens
     prefixes.use(match)
     again = sequence.preemptions > 0 or sequence.generated > 0  # resumed

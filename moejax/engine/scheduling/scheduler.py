@@ -150,7 +150,9 @@ class Scheduler:
         budget = self._decode(plan, self.max_num_batched_tokens)
         if plan.decodes:
             budget = min(budget, self.most_prefill)
-        if urgent is not None and budget > 0 and self._room(urgent, self._unpromised_slots):
+        # Nothing is loaded into a block that is copied after the loads.
+        loads = all(self.allocator.refcount(source) for source, _ in plan.copies)
+        if urgent is not None and loads and budget > 0 and self._room(urgent, self._unpromised_slots):
             budget -= self._begin(urgent, plan, budget)
         for sequence in self.running:
             if budget <= 0:
@@ -160,6 +162,7 @@ class Scheduler:
         # After a preemption memory is short, or places are: nobody new comes in.
         while budget > 0 and plan.preempted == before and (first := self._admissible()):
             budget -= self._begin(first, plan, budget)
+        self.allocator.release(plan.held)
         self._fork(plan)
         # They preempt nobody.
         speculation = self.speculation if plan.preempted == before else None
