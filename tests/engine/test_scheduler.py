@@ -4,13 +4,18 @@
 and at the end every token, so a test here says what is special about its case.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.cache.allocator import BlockAllocator
+from moejax.core.config import PrefixCacheConfig
 from moejax.core.errors import RequestError
 from moejax.engine.requests.api import SamplingParams
+from moejax.engine.scheduling import reuse, scheduler
+from moejax.engine.scheduling.plan import StepPlan
 from moejax.engine.scheduling.policies import Policy
 from moejax.engine.scheduling.scheduler import Scheduler
 from moejax.engine.scheduling.sequence import Sequence, State
@@ -365,3 +370,32 @@ def test_a_promised_fork_ends_with_its_root_only() -> None:
     scheduler.finish(root)
     assert fork.state is State.FINISHED and scheduler.idle
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_nothing_is_loaded_into_a_block_that_is_to_be_copied(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two samples that come back in one step the first copies a remembered block, and the second, swapped
+    back, would get that block to load into, before the copy, were it not held."""
+    if not held:
+
+        def let_go(owner: Any, sequence: Sequence, plan: StepPlan) -> None:
+            reuse.reuse(owner, sequence, plan)
+            owner.allocator.release(plan.held)
+
+        monkeypatch.setattr(scheduler, "reuse", let_go)
+    limits = Limits(
+        num_blocks=11, block_size=2, max_num_seqs=5, max_num_batched_tokens=64, preemption="swap",
+        swap_slots=6, prefixes=PrefixCacheConfig(enabled=True), shared=False,
+    )  # fmt: skip
+    engine = HostEngine(limits)
+    engine.submit(Ask(3, 13, seed=1))
+    for _ in range(8):
+        engine.step()
+    engine.submit(Ask(4, 17, n=2, seed=1))
+    if held:
+        engine.drain()
+    else:
+        with pytest.raises(AssertionError, match=r"sample \d got"):
+            engine.drain()
