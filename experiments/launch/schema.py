@@ -383,10 +383,10 @@ class SimulateConfig(RecordedSections, ModelSections):
             raise ConfigError(
                 f"engine.kv_policy.method={policy}: a simulation's attention reads whole contexts; use none"
             )
-        if (method := self.engine.moe.routing.method) != "top_k":
+        if changed := self.engine.moe.routing.changed:
             raise ConfigError(
-                f"engine.moe.routing.method={method}: who is sent where depends on the routers' scores, "
-                "which a simulation has not; use top_k"
+                f"{changed}: who is sent where depends on the routers' scores, which a simulation has not; "
+                "leave engine.moe.routing as it is"
             )
         self.simulate.asked(self.workload)
         if self.ablation.stages and self.simulate.mode != "run":
@@ -419,15 +419,13 @@ class RoutingPoliciesConfig(RecordedSections, ModelSections):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse_capture("routing_policies")
-        for key, value, own in (
-            ("execution", self.engine.moe.execution, "grouped or dense"),
-            ("routing.method", self.engine.moe.routing.method, "top_k"),
-        ):
-            if value not in own:
-                raise ConfigError(
-                    f"engine.moe.{key}={value}: policies are compared with the model's own choice, {own}; "
-                    "name others in routing_policies.presets"
-                )
+        moe = self.engine.moe
+        capacity = "engine.moe.execution=capacity" if moe.execution == "capacity" else None
+        if changed := capacity or moe.routing.changed:
+            raise ConfigError(
+                f"{changed}: policies are compared with the model's own choice; "
+                "name others in routing_policies.presets"
+            )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class RoutingPolicy(Checked, section="engine.moe.routing"):
     Attributes:
         method: "top_k" runs the k experts that the model's router chooses. Three leave out of these k, token
             by token: "top_p" all after those that together have `threshold` of the probability (a sigmoid
-            router's scores over their sum; Huang et al., arXiv 2403.07652, here at most k); "confidence" all
+            router's scores over their sum; Huang et al., arXiv 2403.07652); "confidence" all
             but `min_experts` where the best one has `threshold` of it (after Li et al., EMNLP 2023);
             "ratio" those below `threshold` times the best one's (Lu et al., arXiv 2402.14800). Two choose by
             what else is in the step: "batch" gives a token its best `min_experts`, and fills up to k with
@@ -37,13 +37,29 @@ class RoutingPolicy(Checked, section="engine.moe.routing"):
             a step that was launched before is told nothing of it.
         threshold: see `method`.
         min_experts: experts that a token has in any case.
+        max_experts: what k is, under every method; None: the model's own.
         rate: see `method`; scores are probabilities, or a sigmoid's.
     """
 
     method: RoutingMethod = "top_k"
     threshold: OpenShare = 0.5
     min_experts: PositiveInt = 1
+    max_experts: PositiveInt | None = None
     rate: PositiveNumber = 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_experts is not None and self.min_experts > self.max_experts:
+            raise ConfigError(
+                f"{self._section}min_experts={self.min_experts} exceeds max_experts={self.max_experts}"
+            )
+
+    @property
+    def changed(self) -> str | None:
+        """The key and value by which it is not the model's own choice, None if it is."""
+        if self.method != "top_k":
+            return f"engine.moe.routing.method={self.method}"
+        return None if self.max_experts is None else f"engine.moe.routing.max_experts={self.max_experts}"
 
     @property
     def by_batch(self) -> bool:

@@ -70,9 +70,9 @@ class Router(nnx.Module):
         self.correction_bias = declare(bias) if config.router.correction_bias else None
         self.lora: Lora | None = nnx.data(None)
         self.num_experts = E
-        self.top_k = config.num_experts_per_tok
-        self.normalize = config.norm_topk_prob
         self.config, self.policy = config.router, policy or RoutingPolicy()
+        self.top_k = self.policy.max_experts or config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
         self.kernels = kernels if config.router.has_kernel and not self.policy.by_batch else "xla"
         biased, spec = self.policy.method == "bias", ParamSpec((E,), (None,), jnp.dtype("float32"))
         self.load_bias = Placed(jnp.zeros(E), spec=spec) if biased else None

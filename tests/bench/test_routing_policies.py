@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moejax import LLM, EngineConfig, MoeConfig, SamplingParams
 from moejax.bench.common.held_out import Windows
-from moejax.bench.quantization.evaluate import Evaluator
+from moejax.bench.quantization.evaluate import Evaluator, routing_changes
 from moejax.bench.routing_policies.config import PolicyPreset, PolicySpeed, RoutingPoliciesSection
 from moejax.bench.routing_policies.run import mark_pareto, run_policies
 from moejax.core.config import ModelConfig
@@ -31,6 +32,7 @@ PRESETS = {
     "batch": PolicyPreset("batch", min_experts=1),
     "bias": PolicyPreset("bias", rate=0.1),
     "ratio": PolicyPreset("ratio", threshold=0.6),
+    "six": PolicyPreset("top_p", threshold=0.9, max_experts=6),
     # One row an expert, in the steps of prompts as well, which are padded.
     "drop": PolicyPreset(capacity_factor=0.25),
     "reroute": PolicyPreset(capacity_factor=0.25, overflow="reroute"),
@@ -84,15 +86,16 @@ def section(out: Path, **options: Any) -> RoutingPoliciesSection:
 
 @pytest.mark.slow
 def test_the_experiment(tmp_path: Path) -> None:
-    made = section(tmp_path, policies=["ratio", "batch", "drop"])
+    made = section(tmp_path, policies=["ratio", "six", "batch", "drop"])
     config = {"routing_policies": dataclasses.asdict(made)}
     with run_into(tmp_path / "run", "routing_policies", config) as run:
         result = run_policies(lambda preset: engine(WIDE, preset), made, run)
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     rows = {row["name"]: row for row in result["cases"]}
-    assert list(rows) == ["top_k", "ratio", "batch", "drop"]
+    assert list(rows) == ["top_k", "ratio", "six", "batch", "drop"]
     assert rows["top_k"]["experts_per_token"] == 4 and rows["top_k"]["kl"] == 0
-    assert 1 <= rows["ratio"]["experts_per_token"] < 4 and rows["batch"]["experts_per_token"] > 3
+    assert 1 <= rows["ratio"]["experts_per_token"] < 4 < rows["six"]["experts_per_token"] < 6
+    assert rows["batch"]["experts_per_token"] > 3
     assert rows["batch"]["mean_experts_hit"] < rows["top_k"]["mean_experts_hit"]
     assert rows["batch"]["decode_step_bytes"] < rows["top_k"]["decode_step_bytes"]
     assert rows["ratio"]["decode_step_flops"] < rows["top_k"]["decode_step_flops"]
@@ -100,6 +103,12 @@ def test_the_experiment(tmp_path: Path) -> None:
     assert all(rows[name]["kl"] > 0 and rows[name]["decode_ratio"] > 0 for name in made.policies)
     assert (tmp_path / "run" / "pareto.png").is_file()
     assert save_plots(result, tmp_path)
+
+
+def test_changes_between_choices_of_different_width() -> None:
+    base, other = jnp.array([[0, 1], [2, 8], [3, 4]]), jnp.array([[1, 0, 8], [2, 5, 8], [3, 8, 8]])
+    assert [int(count) for count in routing_changes(base, other, 8)] == [2, 1]
+    assert [int(count) for count in routing_changes(other, base, 8)] == [2, 1]
 
 
 def test_the_points_that_nothing_beats() -> None:

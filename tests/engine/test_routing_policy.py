@@ -35,6 +35,8 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7, 11 + i, 13, 17, 19 + i, 23, 29, 31, 37] for i in range(4)]
 POLICIES = {
     "top_p": RoutingPolicy("top_p", threshold=0.4),
+    "top_p_of_six": RoutingPolicy("top_p", threshold=0.7, max_experts=6),
+    "two": RoutingPolicy(max_experts=2),
     "confidence": RoutingPolicy("confidence", threshold=0.3),
     "ratio": RoutingPolicy("ratio", threshold=0.6),
     "batch": RoutingPolicy("batch"),
@@ -63,8 +65,14 @@ def scored(model: Decoder, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("family", "name"),
     slow_but(
-        [("latents", "ratio")],
-        [(family, name) for family in FAMILIES for name in POLICIES],
+        [("gqa", "top_p_of_six")],
+        # The latents' router has groups, of which a token's hold four experts.
+        [
+            (family, name)
+            for family in FAMILIES
+            for name in POLICIES
+            if (family, name) != ("latents", "top_p_of_six")
+        ],
     ),
 )
 def test_what_the_model_gives_with_the_same_policy(family: str, name: str) -> None:
@@ -79,7 +87,8 @@ def test_what_the_model_gives_with_the_same_policy(family: str, name: str) -> No
         outputs = llm.generate(PROMPTS, dataclasses.replace(GREEDY, logprobs=0))
         capture = llm.routing_capture()
         E = llm.config.num_experts
-        assert (capture.ids == E).any() or name == "batch"
+        assert (capture.ids == E).any() or name in ("batch", "two")
+        assert capture.ids.shape[-1] == llm.config.num_experts_per_tok == (policy.max_experts or 4)
         for output in () if policy.by_batch else outputs:
             tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             told, ids = scored(model, tokens)
@@ -139,7 +148,7 @@ def test_the_bias_follows_the_steps_loads(overlap: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multidevice
-@pytest.mark.parametrize("name", ["top_p", "ratio", "bias"])
+@pytest.mark.parametrize("name", ["top_p", "top_p_of_six", "ratio", "bias"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"ep": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_on_meshes(layout: dict[str, int], name: str) -> None:
     policy = POLICIES.get(name, RoutingPolicy("bias", rate=1e-4))
@@ -157,12 +166,17 @@ def test_on_meshes(layout: dict[str, int], name: str) -> None:
         ("batch", {"deterministic": "tiles"}, "routing.method=batch: who is chosen depends on the batch"),
         ("bias", {"prefix_cache": PrefixCacheConfig(enabled=True)}, "routing.method=bias: who is chosen"),
         ("batch", {"speculation": SpeculationConfig(method="ngram", k=2)}, "engine.speculation.method=ngram"),
+        (
+            RoutingPolicy("top_p", max_experts=9),
+            {},
+            "max_experts=9: num_experts_per_tok 9 exceeds num_experts 8; give fewer",
+        ),
         ("batch", {"parallel": ParallelConfig(ep=2)}, "which experts on several devices do not see"),
     ],
 )
 def test_what_does_not_go_together(policy: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        engine(WIDE, RoutingPolicy(policy), **options)
+        engine(WIDE, policy if isinstance(policy, RoutingPolicy) else RoutingPolicy(policy), **options)
 
 
 def test_neither_interrupted_nor_resumed() -> None:
@@ -171,7 +185,7 @@ def test_neither_interrupted_nor_resumed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["top_p", "batch", "bias"])
+@pytest.mark.parametrize("name", ["top_p", "top_p_of_six", "batch", "bias"])
 def test_with_gpu_kernels(name: str) -> None:
     """Interpreted: the experts' kernels leave out what a policy leaves out."""
     policy, found = POLICIES.get(name, RoutingPolicy("bias", rate=0.05)), []

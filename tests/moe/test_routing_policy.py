@@ -28,6 +28,7 @@ ROUTERS = {
 POLICIES = {
     "top_p": RoutingPolicy("top_p", threshold=0.6),
     "top_p of two": RoutingPolicy("top_p", threshold=0.3, min_experts=2),
+    "top_p of up to six": RoutingPolicy("top_p", threshold=0.75, max_experts=6),
     "confidence": RoutingPolicy("confidence", threshold=0.35),
     "ratio": RoutingPolicy("ratio", threshold=0.7),
     "batch": RoutingPolicy("batch", min_experts=1),
@@ -58,7 +59,7 @@ def plain(module: Router, base: Routing, valid: np.ndarray, policy: RoutingPolic
     if config.group_gate:  # whose logits are log probabilities already, some of them left out
         scores = np.exp(logits)
     own = [list(map(int, ids)) for ids in np.asarray(base.ids)]
-    m = policy.min_experts
+    m, k = policy.min_experts, policy.max_experts or K
     hit = {expert for token, ids in enumerate(own) for expert in ids[:m] if valid[token]}
     chosen: list[dict[int, float]] = []
     for token in range(N):
@@ -77,12 +78,12 @@ def plain(module: Router, base: Routing, valid: np.ndarray, policy: RoutingPolic
             best = mine[ids].max()
             kept = [e for place, e in enumerate(ids) if place < m or mine[e] >= policy.threshold * best]
         elif policy.method == "batch":
-            kept = [expert for expert in order if expert in hit][:K]
+            kept = [expert for expert in order if expert in hit][:k]
         else:
             assert module.load_bias is not None
             correction = 0 if module.correction_bias is None else np.asarray(module.correction_bias[...])
             wanted = mine + correction + np.asarray(module.load_bias[...])
-            kept = sorted(order, key=lambda expert: -wanted[expert])[:K]
+            kept = sorted(order, key=lambda expert: -wanted[expert])[:k]
         weights = mine[kept] / (mine[kept].sum() if module.normalize else 1) * config.scaling
         chosen.append(dict(zip(kept, weights, strict=True)) if valid[token] else {})
     return chosen
@@ -98,11 +99,11 @@ def test_the_same_choice_token_by_token(name: str, kind: str, normalize: bool) -
         policy = dataclasses.replace(policy, threshold=0.18)
     valid = np.arange(N) % 15 == 3 if name == "batch" else np.arange(N) % 5 != 3
     module = made(ROUTERS[kind], policy, normalize)
-    base = made(ROUTERS[kind], RoutingPolicy(), normalize)(jnp.asarray(x))
+    base = made(ROUTERS[kind], RoutingPolicy(max_experts=policy.max_experts), normalize)(jnp.asarray(x))
     got = module(jnp.asarray(x), jnp.asarray(valid))
     expected = plain(module, base, valid, policy)
     ids, weights = np.asarray(got.ids), np.asarray(got.weights)
-    assert ids.dtype == np.int32 and ids.shape == weights.shape == (N, K)
+    assert ids.dtype == np.int32 and ids.shape == weights.shape == (N, policy.max_experts or K)
     assert (weights[ids == E] == 0).all()
     dense, wanted = np.zeros((2, N, E + 1))
     for token in range(N):
@@ -163,6 +164,7 @@ def test_a_bias_that_follows_the_load_evens_it_out() -> None:
         ({"method": "top_p", "threshold": 1.0}, "engine.moe.routing.threshold.*above 0 and below 1"),
         ({"min_experts": 0}, "engine.moe.routing.min_experts"),
         ({"rate": -1.0}, "engine.moe.routing.rate"),
+        ({"min_experts": 3, "max_experts": 2}, "engine.moe.routing.min_experts=3 exceeds max_experts=2"),
     ],
 )
 def test_mistakes(fields: dict[str, Any], words: str) -> None:

@@ -286,11 +286,11 @@ def compare_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, ja
 
 
 def routing_changes(base: jax.Array, other: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Counts for two choices int32 `[N, k]` (E is no expert) the tokens whose sets of experts differ, and the
-    assignments of `other` to an expert that is not in `base`, as int32 scalars."""
+    """Counts for two choices int32 `[N, k]` and `[N, k']` (E is no expert) the tokens whose sets of experts
+    differ, and the assignments of `other` to an expert that is not in `base`, as int32 scalars."""
     new = (other < num_experts) & ~jnp.any(other[:, :, None] == base[:, None, :], axis=2)
     gone = (base < num_experts) & ~jnp.any(base[:, :, None] == other[:, None, :], axis=2)
-    flipped = jnp.any(new | gone, axis=1)
+    flipped = jnp.any(new, axis=1) | jnp.any(gone, axis=1)
     return jnp.sum(flipped, dtype=jnp.int32), jnp.sum(new, dtype=jnp.int32)
 
 
@@ -314,7 +314,7 @@ def _compare_layer(
     mine = numbers[0][base]
     free, wished, same = (numbers[1][ids] for ids in (trace.ids, jax.lax.top_k(shadow.logits, k)[1], mine))
     wished = jnp.where(scored[..., None], wished, E)
-    pairs = [routing_changes(same, ids.reshape(-1, k), E) for ids in (free, wished)]
+    pairs = [routing_changes(same, ids.reshape(-1, ids.shape[-1]), E) for ids in (free, wished)]
     flipped, changed = (jnp.stack(part) for part in zip(*pairs, strict=True))
     counts = jnp.stack([expert_counts(ids, E) for ids in (replay.ids, free)])
     flat = sums.reshape(-1, sums.shape[-1])

@@ -153,7 +153,7 @@ def resolve(
     activation(config.hidden_act)  # an unknown one raises here, not when the first step is compiled
     policy = make_policy(engine, jax.process_count())
     compute_dtype = resolve_dtype(dtype, config.dtype, platform.value)
-    original = config.replace(dtype=compute_dtype.value)
+    original = _routed(config.replace(dtype=compute_dtype.value), engine.moe.routing.max_experts)
     config = reduced_config(original, quant.experts)
     unsupported = unsupported_by_kernels(config, engine, compute_capability(platform.value))
     if quant.kv_cache == "int4":
@@ -218,6 +218,20 @@ def resolve(
         **limits,
     )
     return _with_draft(dataclasses.replace(resolved, resolutions=[*resolutions, *layout_told(resolved)]))
+
+
+def _routed(config: ModelConfig, max_experts: int | None) -> ModelConfig:
+    """Returns the model with so many experts a token; None, or without experts: the same.
+
+    Raises:
+        ConfigError: it has fewer, or fewer in the groups that a token chooses from.
+    """
+    if max_experts is None or not any(config.moe_layers):
+        return config
+    try:
+        return config.replace(num_experts_per_tok=max_experts)
+    except ConfigError as error:
+        raise ConfigError(f"engine.moe.routing.max_experts={max_experts}: {error}; give fewer") from None
 
 
 def layout_told(resolved: ResolvedEngine) -> list[Resolution]:
