@@ -14,6 +14,7 @@ from moejax.core.config import CacheKind, ModelConfig
 from moejax.nn.rope import apply_rope
 from moejax.ops.attention import LatentHeads, QkNorms
 from moejax.ops.kernel_attention import KernelPlan, kernel_attention
+from moejax.ops.kv_by_head import keep_by_head
 from moejax.ops.kv_segments import Segment, Segments
 from moejax.ops.linear_attention import state_attention
 from moejax.ops.paged_attention import ALL_KEPT, AttentionPlan, Evicted, paged_attention
@@ -286,4 +287,9 @@ class PagedLayer:
             q[:, 0], k[:, 0], values, self.segments, self.plan,
             window=window, scale=scale, sinks=sinks, latents=latents, evicted=self.evicted,
         )  # fmt: skip
+        policy, chunk = self.evicted.by_head, self.plan.chunk
+        if policy is not None and chunk is not None:
+            rows = self.plan.decode.position.shape[0]
+            given: Any = {"scale": scale, "sinks": sinks, "latents": latents}
+            segments = keep_by_head(q[rows:, 0], segments, chunk, policy, after=out, **given)
         return out[:, None], dataclasses.replace(self, segments=segments, mass=mass)

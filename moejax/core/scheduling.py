@@ -185,12 +185,14 @@ class KvPolicyConfig(Checked, section="engine.kv_policy"):
     Attributes:
         method: "none" keeps all. "window" the first `sinks` and the last `recent` (StreamingLLM, arXiv
             2309.17453). "h2o" frees the block that got the least attention so far whenever a sequence has
-            more than `budget` (arXiv 2306.14048). "snapkv" frees once, after the prompt, the prompt's blocks
-            that got the least from its last `observe` tokens, down to `budget` (arXiv 2404.14469).
+            more than `budget` (arXiv 2306.14048). "snapkv" has each head of each layer keep, once the prompt
+            is computed, the keys that its last `observe` tokens attended to most, so that `budget` tokens are
+            left of it (arXiv 2404.14469).
         sinks: first tokens that are kept; under "h2o" and "snapkv" the blocks that hold them.
         recent: last tokens that are kept, likewise.
         budget: what "h2o" and "snapkv" keep in whole blocks, `sinks` and `recent` included.
         observe: last tokens of a prompt whose attention "snapkv" goes by.
+        pooling: keys side by side that "snapkv" judges by the most that one of them got.
     """
 
     method: KvMethod = "none"
@@ -198,11 +200,17 @@ class KvPolicyConfig(Checked, section="engine.kv_policy"):
     recent: PositiveInt = 256
     budget: PositiveInt = 512
     observe: PositiveInt = 32
+    pooling: PositiveInt = 7
 
     @property
     def weighs(self) -> bool:
-        """Tells whether blocks are judged by the attention that they get."""
-        return self.method in ("h2o", "snapkv")
+        """Tells whether the host judges blocks by the attention that they get."""
+        return self.method == "h2o"
+
+    @property
+    def by_head(self) -> bool:
+        """Tells whether heads keep keys of their own, which the device chooses."""
+        return self.method == "snapkv"
 
     @property
     def span(self) -> tuple[int, int] | None:

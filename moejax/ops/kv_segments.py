@@ -50,6 +50,8 @@ class ChunkPlan(NamedTuple):
         run_ends: int32 `[Z]`, as `write_ends`.
         last_query: int32 `[S, M]`, the last position whose query sees a block; None: all see all.
         weigh_from: int32 `[S]`, the first position whose query tells what blocks it attends to.
+        end_row, end_token, end_position: int32 `[S]`, of prompts that end here and are cut down
+            (`moejax.ops.kv_by_head`): row of `table`, the last token among the T, tokens; 0 tokens for none.
     """
 
     tile_start: jax.Array
@@ -65,6 +67,9 @@ class ChunkPlan(NamedTuple):
     run_ends: jax.Array
     last_query: jax.Array | None = None
     weigh_from: jax.Array | None = None
+    end_row: jax.Array | None = None
+    end_token: jax.Array | None = None
+    end_position: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +133,7 @@ _TOKEN_AXIS = (3, 2, 2, 2)
 """The axis of a segment's arrays (keys transposed) along which a block's tokens lie."""
 
 
-def _each(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
+def each_array(function: Callable[..., jax.Array], *segments: Segment) -> Segment:
     """Computes `function(token axis, an array of each segment)` for each of the arrays that they have."""
     leaves = zip(*(jax.tree.leaves(segment) for segment in segments), strict=True)
     results = [function(axis, *arrays) for axis, arrays in zip(_TOKEN_AXIS, leaves, strict=False)]
@@ -163,7 +168,7 @@ def write_rows(segments: Segments, k: jax.Array, v: jax.Array | None, plan: Deco
             start = [offset if i == axis else block if i == 0 else 0 for i in range(pool.ndim)]
             return jax.lax.dynamic_update_slice(pool, new, start)
 
-        return _each(put, segment, tokens)
+        return each_array(put, segment, tokens)
 
     return _each_segment(segments, plan.write_ends, body)
 
@@ -189,7 +194,7 @@ def write_runs(segments: Segments, k: jax.Array, v: jax.Array | None, plan: Chun
             here = jnp.expand_dims(mine, [other for other in range(old.ndim) if other != axis - 1])
             return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(here, new, old), block, 0)
 
-        return _each(put, segment, tokens)
+        return each_array(put, segment, tokens)
 
     return _each_segment(segments, plan.run_ends, body)
 
@@ -226,7 +231,7 @@ def load_blocks(segments: Segments, blocks: jax.Array) -> Segment:
         return jax.lax.switch(segment, [from_segment(z) for z in range(len(segments))])
 
     copies = [one(blocks[i]) for i in range(blocks.shape[0])]
-    return _each(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *copies)
+    return each_array(lambda axis, *parts: jnp.concatenate(parts, axis=axis - 1), *copies)
 
 
 def segment_starts(segments: Segments) -> list[int]:
@@ -240,21 +245,24 @@ def segment_starts(segments: Segments) -> list[int]:
 
 def copy_blocks(segments: Segments, source: jax.Array, destination: jax.Array, count: jax.Array) -> Segments:
     """Copies blocks one after another, source and destination int32 `[C]`, the first `count` of them."""
-    starts = segment_starts(segments)
 
     def body(i: jax.Array, segments: Segments) -> Segments:
-        block = load_blocks(segments, source[i][None])
-        copied = []
-        for start, segment in zip(starts, segments, strict=True):
-            local = destination[i] - start
-            inside = (local >= 0) & (local < segment.num_blocks)
-            at = jnp.where(inside, local, 0)
-
-            def put(pool: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at):
-                old = jax.lax.dynamic_index_in_dim(pool, at, keepdims=False)
-                return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(inside, new, old), at, 0)
-
-            copied.append(jax.tree.map(put, segment, block))
-        return tuple(copied)
+        return put_block(segments, destination[i], load_blocks(segments, source[i][None]))
 
     return jax.lax.fori_loop(0, count, body, segments)
+
+
+def put_block(segments: Segments, destination: jax.Array, block: Segment) -> Segments:
+    """Writes one block, as `load_blocks` returns it, to where it goes among the segments."""
+    written = []
+    for start, segment in zip(segment_starts(segments), segments, strict=True):
+        local = destination - start
+        inside = (local >= 0) & (local < segment.num_blocks)
+        at = jnp.where(inside, local, 0)
+
+        def put(pool: jax.Array, new: jax.Array, inside: jax.Array = inside, at: jax.Array = at) -> jax.Array:
+            old = jax.lax.dynamic_index_in_dim(pool, at, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(pool, jnp.where(inside, new, old), at, 0)
+
+        written.append(jax.tree.map(put, segment, block))
+    return tuple(written)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.core.config import LatentConfig
+from moejax.core.scheduling import KvPolicyConfig
 from moejax.ops.attention import LatentHeads
 from moejax.ops.kv_segments import (
     ChunkPlan,
@@ -54,10 +55,12 @@ class Evicted(NamedTuple):
     Attributes:
         span: a query sees so many first and so many last keys; None: all that are there.
         blocks: of a sequence, whose shares of the attention are told; 0: they are not.
+        by_head: what a prompt's heads keep when it ends (`moejax.ops.kv_by_head`); None: all.
     """
 
     span: tuple[int, int] | None = None
     blocks: int = 0
+    by_head: KvPolicyConfig | None = None
 
     def hide(self, seen: jax.Array, key: jax.Array, query: jax.Array) -> jax.Array:
         """Returns which keys a query still sees, of their positions and its own."""
@@ -225,7 +228,7 @@ def _joined(parts: Sequence[Any]) -> jax.Array:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
+def product(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
     """Multiplies x by what a segment holds. Codes are multiplied in float32, or in x's bfloat16, which holds
     them exactly; their sums, which no scale has brought to size yet, are float32."""
     if codes is None:
@@ -241,18 +244,18 @@ def _wide(x: jax.Array) -> Any:
 
 
 def _block_products(equation: str, x: jax.Array, stored: jax.Array, codes: str | None) -> jax.Array:
-    """Computes `_product` for each of n blocks, x and stored `[n, …]`; codes a few blocks at a time."""
+    """Computes `product` for each of n blocks, x and stored `[n, …]`; codes a few blocks at a time."""
     n, at_a_time = stored.shape[0], max(1, CODES_AT_A_TIME // (stored.size // stored.shape[0]))
     if codes is None or n <= at_a_time:
-        return _product(equation, x, stored, codes)
+        return product(equation, x, stored, codes)
 
     def turn(i: jax.Array, out: jax.Array) -> jax.Array:
         # The last turn goes back over some of what the one before has done.
         start = jnp.minimum(i * at_a_time, n - at_a_time)
         x_part, part = (jax.lax.dynamic_slice_in_dim(a, start, at_a_time) for a in (x, stored))
-        return jax.lax.dynamic_update_slice_in_dim(out, _product(equation, x_part, part, codes), start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, product(equation, x_part, part, codes), start, 0)
 
-    like = jax.eval_shape(lambda: _product(equation, x, stored, codes))
+    like = jax.eval_shape(lambda: product(equation, x, stored, codes))
     return jax.lax.fori_loop(0, -(-n // at_a_time), turn, jnp.zeros(like.shape, like.dtype))
 
 
@@ -294,7 +297,7 @@ def chunk_attention(
             """Returns a turn's blocks, its scores `[K, G·tile, keys]`, and which of them count."""
             at = (plan.tile_row[t], c * per_turn)
             loaded = load_blocks(segments, jax.lax.dynamic_slice(table, at, (1, per_turn))[0])
-            scores = _product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
+            scores = product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
             if loaded.key_scale is not None:
                 scores = scores * loaded.key_scale[:, None, :]
             key = c * keys_per_turn + jnp.arange(keys_per_turn, dtype=jnp.int32)[None, :]
@@ -310,7 +313,7 @@ def chunk_attention(
 
             def sums(weights: jax.Array) -> jax.Array:
                 weights = weights.astype(q.dtype) if loaded.codes is None else weights
-                return _product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
+                return product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
 
             return _running_softmax(carry, scores, seen[None], loaded.row_scale, sums)
 
@@ -414,7 +417,7 @@ def plain_chunk_attention(
             # Places past the chunk hold anything, of which nothing may come into values.
             stored = jnp.where(key < first + count, loaded.keys[0], jnp.zeros((), loaded.keys.dtype))
             with jax.named_scope("qkv_projection"):
-                made = _product("rm,rb->mb", weight, stored[rope:], codes).astype(wide)
+                made = product("rm,rb->mb", weight, stored[rope:], codes).astype(wide)
                 made = made.reshape(H, each, keys_per_turn)
             rotated = stored[:rope]
             rotated = as_numbers(rotated) if codes is None else from_bits(rotated, codes).astype(wide)

@@ -66,7 +66,8 @@ def test_random_workloads(method: str) -> None:
         given = policy(method, recent=recent, sinks=sinks, budget=size * (stay + chance.randint(1, 3)))
         limits = Limits(
             num_blocks=-(-64 // size) + chance.randint(0, 9), block_size=size, max_num_seqs=seqs,
-            max_num_batched_tokens=seqs + chance.randint(0, 20), overlap=chance.random() < 0.6,
+            max_num_batched_tokens=max(seqs + chance.randint(0, 20), given.observe),
+            overlap=chance.random() < 0.6,
             window=chance.choice((None, None, 3)), fail_at=frozenset(chance.sample(range(200), 2)),
             kv_policy=given,
         )  # fmt: skip

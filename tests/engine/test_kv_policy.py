@@ -13,6 +13,8 @@ from moejax.core.errors import ConfigError
 from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
 from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.sequence import Sequence
+from moejax.engine.step.limits import StepKey
+from moejax.engine.step.sampler import SamplerMode
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import assert_clean, greedy, prompt, tight, tokens
@@ -27,6 +29,7 @@ MODELS = {
     "latents": main_config(**LATENT),
     "windows_with_sinks": main_config(**SINKS, sliding_windows=(5, None)),
 }
+SNAP = KvPolicyConfig("snapkv", sinks=2, recent=5, budget=16, observe=9)
 METHODS = ("window", "h2o", "snapkv")
 LENGTHS = (3, 11, 1, 22, 30)
 SIZE = 4
@@ -150,14 +153,34 @@ def test_codes_and_captured_routing(method: str, codes: Any) -> None:
     }
 
 
+@pytest.mark.optimized
+def test_steps_copy_no_segment(llm: LLM) -> None:
+    """What a head keeps is moved where it lies."""
+    evicting = llm.variant(engine("snapkv"))
+    text = evicting.runner.program(StepKey(4, 8, 64, 1, SamplerMode(), False, -1)).as_text()
+    pool = r"f32\[64,\d+,(\d+,4|4,\d+)\]"
+    assert re.search(pool, text) and not re.search(rf"= {pool}\S* copy\(", text)
+
+
 @pytest.mark.slow
 @pytest.mark.multidevice
-@pytest.mark.parametrize("layout", [{"pp": 2, "ep": 4}, {"ep": 4, "tp": 2, "attention": "data"}])
-def test_windows_on_meshes(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("window", {"pp": 2, "ep": 4}),
+        ("window", {"ep": 4, "tp": 2, "attention": "data"}),
+        ("snapkv", {"ep": 4, "tp": 2, "attention": "data"}),
+        ("snapkv", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_on_meshes(method: Any, layout: dict[str, Any]) -> None:
     """Every data group evicts for itself; a chunk's parts are in several microbatches."""
     config = FAMILIES["gpt_oss"].replace(vocab_size=VOCAB)
-    policy = KvPolicyConfig(method="window", sinks=2, recent=7)
-    changes = {"max_num_batched_tokens": 8, "token_buckets": [8], "kv_policy": policy}
+    policy = KvPolicyConfig(
+        method=method, sinks=2, recent=7 if method == "window" else 2, budget=16, observe=5
+    )
+    changes = {"max_num_batched_tokens": 8, "token_buckets": [8], "kv_policy": policy, "block_size": 4}
     given = dataclasses.replace(MESH_ENGINE, **changes)
     asked = [prompt(13), prompt(2), prompt(21), prompt(1)]
     params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=6, ignore_eos=True)
@@ -191,6 +214,9 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
     [
         ("windows_with_sinks", {"window_cache": "full"}, {}, "engine.window_cache=full: layers with a"),
         ("gqa", {"kv_policy": KvPolicyConfig("h2o")}, {"ep": 2}, "a layout of several devices"),
+        ("gqa", {"kv_policy": SNAP}, {"pp": 2}, "parallel.pp=2, which cuts chunks"),
+        ("latents", {"kv_policy": SNAP}, {"tp": 2}, "key heads that several devices share"),
+        ("gqa", {"kv_policy": SNAP}, {}, "engine.max_num_batched_tokens=8: a chunk must hold the 9"),
         (main_config(sliding_windows=(5, 5)), {}, {}, "a model whose layers all have sliding windows"),
         (main_config(**LINEAR | {"linear_layers": (True, True)}), {}, {}, "a model whose layers all have"),
     ],

@@ -145,6 +145,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "preempted": {"num_blocks": 8},
     "swapped": {"num_blocks": 8, "preemption": "swap"},
     "window": {"kv_policy": KvPolicyConfig(method="window", sinks=4, recent=8), "capture_routing": False},
+    "snapkv": {
+        "block_size": 2,
+        "num_blocks": 64,
+        "kv_policy": KvPolicyConfig(method="snapkv", sinks=1, recent=2, budget=8, observe=4),
+        "capture_routing": False,
+    },
     "tiles": {"deterministic": "tiles", "tile_tokens": 4},
     "static": {"batching": "static"},
     "by_batch": {"moe": MoeConfig(routing=RoutingPolicy("batch"))},

@@ -12,9 +12,10 @@ import numpy as np
 from moejax.cache.allocator import GONE
 from moejax.cache.store import BlockStore
 from moejax.core.scheduling import KvPolicyConfig
-from moejax.engine.scheduling.plan import Plan, StepPlan
+from moejax.engine.scheduling.plan import Chunk, Plan, StepPlan
 from moejax.engine.scheduling.sequence import Sequence
 from moejax.engine.step.runner import StepResult
+from tests.plain.evicted import between
 
 _NEVER = -(2**63)  # a place of a block in the store that was never written
 
@@ -139,7 +140,22 @@ class FakeDevice:
         for row, sequence in plan.sampling_rows():
             # The device keeps no draft's: whose step has drafts is known to the host before the next one.
             self._last[sequence.slot] = -1 if row in plan.drafts else tokens[row]
+        for chunk in plan.chunks:
+            self._keep(chunk)
         return tokens
+
+    def _keep(self, chunk: Chunk) -> None:
+        """Changes what blocks hold from which heads are to choose, once, when their prompt ends."""
+        if self.policy is None or not self.policy.by_head or chunk.sequence.score:
+            return
+        sequence, begin, end = chunk.sequence, chunk.sequence.prompt_len, chunk.start + chunk.count
+        may_go, stay = between(self.policy, self.block_size, begin)
+        assert chunk.ends == (end == begin and stay < len(may_go))
+        if chunk.ends:
+            assert chunk.count >= min(begin, self.policy.observe), "the prompt's last queries are cut"
+            for index in may_go[:stay]:
+                block = self._block(sequence.blocks[index])
+                block[:] = [hash((value, "chosen")) for value in block]
 
     def _block(self, block: int) -> list[int | None]:
         if not 0 <= block < self.num_blocks:

@@ -11,8 +11,11 @@ tokens that a sequence has when it is first admitted:
   attention is what queries up to p - 2 gave its keys, mean over heads and layers, summed; p - 1 is in flight
   in the overlapped loop, and does not count in the plain one either. Blocks with one of the `sinks` first or
   `recent` last tokens stay.
-- "snapkv": as "h2o", but once, at the second token after the prompt, by the attention of the prompt's last
-  `observe` tokens. Unlike in the paper all heads and layers keep the same blocks.
+- "snapkv": queries of the prompt see all. Behind it, of the blocks between `sinks` and `recent`, each head of
+  each layer keeps as many keys as fit into b blocks with the others, those that the prompt's last `observe`
+  tokens attended to most, and the step that ends the prompt moves them into the first of these blocks
+  (`moejax.ops.kv_by_head`). The other blocks are freed. The host need not know who chose what; chunks end
+  where the prompt ends, and one that does has all tokens that are asked.
 
 Keys keep their rotary positions. A preempted sequence is computed again with every query seeing what it saw,
 by the last query that each block was left to. Layers with a sliding window have blocks of their own, of which
@@ -37,7 +40,8 @@ FOREVER = 2**31 - 1
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """What "h2o" and "snapkv" know of a sequence's blocks; it stays when the sequence is preempted.
+    """What "h2o" and "snapkv" know of a sequence's blocks; it stays when the sequence is preempted. Attention
+    is what the first asks for.
 
     Attributes:
         begin: tokens of its prompt.
@@ -75,7 +79,9 @@ class Kept:
 
     def fork(self) -> "Kept":
         """Returns the same for a fork, which learns with it what the prompt's last steps tell."""
-        fork = Kept(self.begin, self.counted, self.asked, mass=self.mass.copy(), newest=self.newest)
+        fork = Kept(
+            self.begin, self.counted, self.asked, list(self.last_query), self.mass.copy(), self.newest
+        )
         self.forks.append(fork)
         return fork
 
@@ -101,16 +107,18 @@ class Eviction:
         if self.windows is not None:
             # The last one may be computed again, as padding of static batching.
             self.windows.trim(sequence.window_blocks, sequence.computed - 1)
-        if self.policy is not None and not self.policy.weighs:
+        if self.policy is not None and self.policy.span is not None:
             self._leave_behind(sequence, sequence.computed)
         elif sequence.kept is not None:
-            for index in range(min(len(sequence.blocks), len(sequence.kept.last_query))):
-                if sequence.kept.last_query[index] < sequence.computed:
-                    self.allocator.give_up(sequence.blocks, index)
+            self._give_up(sequence, sequence.computed)
 
     def decode(self, sequence: Sequence, position: int) -> None:
         """Gives up what the query at `position`, which decodes, is not to see; before it takes a block."""
         if self.policy is None:
+            return
+        if self.policy.by_head:
+            if position == sequence.kept.begin:  # a fork's, too
+                self._give_up(sequence, position)
             return
         if not self.policy.weighs:
             self._leave_behind(sequence, position)
@@ -124,10 +132,26 @@ class Eviction:
         """Does what `WindowAllocator.slide` does, where there are windows."""
         return [] if self.windows is None else self.windows.slide(sequence.window_blocks, start, end)
 
+    def most(self, sequence: Sequence, count: int) -> int:
+        """Returns how many of the next `count` tokens a chunk may have now."""
+        if self.policy is None or not self.policy.by_head or sequence.score:
+            return count
+        start, begin = sequence.computed, self._kept(sequence).begin
+        if start >= begin or not self._freed(begin):
+            return count
+        asked = max(start, begin - max(2, self.policy.observe))  # one token alone would be decoded
+        end = min(start + count, begin)
+        return end - start if end == begin or end <= asked else asked - start
+
     def chunk(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Has a chunk tell its attention, and returns what `slide` does. The last token of one that comes
         back has not been decided about; its queries before see what they saw."""
         sequence, end = chunk.sequence, chunk.start + chunk.count
+        if self.policy is not None and self.policy.by_head and not sequence.score:
+            kept = self._kept(sequence)
+            if freed := self._freed(kept.begin) if end == kept.begin else ():
+                chunk.ends, kept.last_query = True, [FOREVER] * (freed.stop + 1)
+                kept.last_query[freed.start : freed.stop] = [end - 1] * len(freed)
         if self.policy is not None and self.policy.weighs and not sequence.score:
             kept = self._kept(sequence)
             chunk.weigh_from, kept.asked = max(chunk.start, kept.asked), max(end, kept.asked)
@@ -163,10 +187,21 @@ class Eviction:
     def _kept(self, sequence: Sequence) -> Kept:
         if sequence.kept is None:
             assert self.policy is not None
-            begin = len(sequence.tokens)
-            first = max(0, begin - self.policy.observe) if self.policy.method == "snapkv" else 0
-            sequence.kept = Kept(begin, first, first)
+            sequence.kept = Kept(len(sequence.tokens))
         return sequence.kept
+
+    def _give_up(self, sequence: Sequence, position: int) -> None:
+        """Gives up the blocks that queries from `position` on do not see."""
+        for index in range(min(len(sequence.blocks), len(sequence.kept.last_query))):
+            if sequence.kept.last_query[index] < position:
+                self.allocator.give_up(sequence.blocks, index)
+
+    def _freed(self, begin: int) -> range:
+        """Returns the blocks that are free once the heads have chosen from a prompt of `begin` tokens."""
+        assert self.policy is not None
+        size = self.allocator.block_size
+        last = first_seen(begin, self.policy.recent, size)
+        return range(self.policy.budget // size - (begin // size + 1 - last), last)
 
     def _leave_behind(self, sequence: Sequence, position: int) -> None:
         assert self.policy is not None
@@ -178,7 +213,7 @@ class Eviction:
         policy, kept, size = self.policy, self._kept(sequence), self.allocator.block_size
         assert policy is not None
         first = position == kept.begin + 1
-        if not first and (position % size or position <= kept.begin or policy.method == "snapkv"):
+        if not first and (position % size or position <= kept.begin):
             return []
         if kept.counted < position:
             kept.settle()
@@ -204,6 +239,7 @@ def check_kv_policy(
     policy, size = engine.kv_policy, engine.block_size
     longest = engine.max_model_len or config.max_position_embeddings
     sliding = any(w is not None and w < longest for w in config.sliding_windows)
+    shared = 1 if config.latent else parallel.kv_split(config.num_kv_heads)
     stay = -(-policy.sinks // size) - (-(policy.recent - 1) // size) + 1
     refusals = {
         "engine.batching=static, whose rows keep what they have": engine.batching == "static",
@@ -225,9 +261,17 @@ def check_kv_policy(
         "a layout of several devices, which do not tell their attention": (
             policy.weighs and not parallel.is_single
         ),
+        f"parallel.pp={parallel.pp}, which cuts chunks that end prompts": policy.by_head and parallel.pp > 1,
+        "key heads that several devices share, which would keep different keys of one": (
+            policy.by_head and shared < parallel.tensor_size
+        ),
+        f"engine.max_num_batched_tokens={engine.max_num_batched_tokens}: a chunk must hold the "
+        f"{policy.observe} of engine.kv_policy.observe": (
+            policy.by_head and max(2, policy.observe) > engine.max_num_batched_tokens
+        ),
         f"engine.kv_policy.budget={policy.budget}: blocks of {size} tokens with engine.kv_policy.sinks and "
         f"recent are up to {stay}, which its {policy.budget // size} must exceed; raise it": (
-            policy.weighs and stay >= policy.budget // size
+            (policy.weighs or policy.by_head) and stay >= policy.budget // size
         ),
     }
     refuse(f"engine.kv_policy.method={policy.method}", policy.method != "none", refusals)

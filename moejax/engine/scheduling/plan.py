@@ -18,7 +18,8 @@ class Chunk:
     """`count` tokens of a sequence from position `start`; `first` of its admission, `last` if they complete
     what it has. A first chunk starts after the tokens that were found computed; the last `found` of these it
     had neither computed nor found before. Queries from `weigh_from` on tell what blocks they attend to, where
-    steps do (`moejax.engine.scheduling.eviction`)."""
+    steps do, and of one that `ends` a prompt the heads then keep what they choose of it
+    (`moejax.engine.scheduling.eviction`)."""
 
     sequence: Sequence
     start: int
@@ -27,6 +28,7 @@ class Chunk:
     first: bool = False
     found: int = 0
     weigh_from: int = 0
+    ends: bool = False
 
     @property
     def scored(self) -> int:

@@ -381,7 +381,9 @@ class Scheduler:
         complete = not sequence.score and sequence.length >= sequence.max_length
         if todo <= 0 or complete:
             return 0
-        count = min(todo, budget)
+        count = self.eviction.most(sequence, min(todo, budget))
+        if not count:
+            return 0
         found = max(0, sequence.cached - sequence.preempted_at) if first else 0
         chunk = Chunk(sequence, sequence.computed, count, count == todo, first, found)
         sequence.computed += count

@@ -25,7 +25,7 @@ BLANK = {"owner": -1}
 _DECODE = ("position", "owner", "logical", "write_row", "write_block", "write_offset", "write_ends")
 _TILES = ("tile_start", "tile_row", "tile_position", "tile_count")
 _RUNS = ("run_start", "run_block", "run_offset", "run_count")
-_WEIGHED = ("last_query", "weigh_from")
+_ENDS = ("end_row", "end_token", "end_position")
 _CHUNK = (*_TILES, "num_tiles", "table", *_RUNS, "run_ends")
 
 
@@ -42,9 +42,16 @@ def shapes(key: StepKey, limits: Limits) -> dict[str, tuple[int, ...]]:
         tiles, runs = max_tiles(S, T), max_runs(S, T, limits.block_size)
         fields |= dict.fromkeys(_TILES, (tiles,)) | dict.fromkeys(_RUNS, (runs,))
         fields |= {"run_ends": (Z,), "num_tiles": (2,), "table": (S, limits.table_width)}
-        if limits.kv_policy.weighs:
-            fields |= {"last_query": (S, limits.table_width), "weigh_from": (S,)}
+        fields |= dict.fromkeys(_of_policy(limits), (S,))
+        if "last_query" in fields:
+            fields["last_query"] = (S, limits.table_width)
     return fields
+
+
+def _of_policy(limits: Limits) -> tuple[str, ...]:
+    """Returns the names of what only a policy's chunks have."""
+    policy = limits.kv_policy
+    return ("last_query", "weigh_from") * policy.weighs + ("last_query", *_ENDS) * policy.by_head
 
 
 def max_tiles(rows: int, tokens: int) -> int:
@@ -61,8 +68,11 @@ def unpack(take: Callable[[str], jax.Array], key: StepKey, limits: Limits) -> At
     """Returns the plan's arrays, inside a trace."""
     if key.tiled:
         return _tile(take, key.rows)
-    decode, of_chunks = DecodePlan(*map(take, _DECODE)), _CHUNK + _WEIGHED * limits.kv_policy.weighs
-    return AttentionPlan(decode, ChunkPlan(*map(take, of_chunks)) if key.tokens else None)
+    decode = DecodePlan(*map(take, _DECODE))
+    if not key.tokens:
+        return AttentionPlan(decode, None)
+    of_policy = {name: take(name) for name in _of_policy(limits)}
+    return AttentionPlan(decode, ChunkPlan(*map(take, _CHUNK), **of_policy))
 
 
 def _tile(take: Callable[[str], jax.Array], S: int) -> AttentionPlan:
@@ -146,6 +156,7 @@ def _chunks(
     """Tiles (parts of one chunk to attend, or chunks in the plain form) and runs (parts of one block to
     write)."""
     table, tile, size, latent = views["table"], tile_rows(tokens), limits.block_size, limits.latent
+    evicts, ended = "last_query" in views, 0
     tiles: list[tuple[int, int, int, int]] = []
     plain: list[tuple[int, int, int, int]] = []
     runs: list[tuple[int, int, int, int]] = []
@@ -154,11 +165,16 @@ def _chunks(
         sequence, first, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         blocks = tables.of(sequence)
         table[row, : len(blocks)] = np.maximum(blocks, 0)  # of what a window has left behind, any
-        if limits.kv_policy.weighs:
+        if evicts:
             kept = [FOREVER] if sequence.kept is None else sequence.kept.last_query
             views["last_query"][row] = FOREVER
             views["last_query"][row, : len(kept)] = kept
+        if limits.kv_policy.weighs:
             views["weigh_from"][row] = end if sequence.kept is None else chunk.weigh_from
+        if chunk.ends and limits.kv_policy.by_head:
+            for name, value in zip(_ENDS, (row, start + chunk.count - 1, end), strict=True):
+                views[name][ended] = value
+            ended += 1
         whole = latent and limits.kv_policy.method == "none" and has_plain_chunks(tokens, latent)
         if latent and whole and takes_plain_form(latent, chunk.count, end):
             plain.append((start, row, first, chunk.count))

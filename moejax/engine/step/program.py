@@ -153,7 +153,8 @@ class PagedFunctions(ModelFunctions):
         kinds, L = self.config.cache_kinds(limits.window)[: len(model.stage)], len(model.stage)
         pages = tuple(segment[:L] for segment in state.pages)
         policy = limits.kv_policy
-        evicted = Evicted(policy.span, limits.table_width if policy.weighs else 0)
+        told = limits.table_width if policy.weighs else 0
+        evicted = Evicted(policy.span, told, policy if policy.by_head else None)
         cache = PagedCache(pages, state.states[:L], *slots, *plans, kinds, limits.kernels, evicted)
         x, cache, traces = run_layers(model, x[:, None], batch, cache, replay)
         pages = tuple(new + old[L:] for new, old in zip(cache.pages, state.pages, strict=True))

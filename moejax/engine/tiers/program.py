@@ -169,9 +169,10 @@ class PartFunctions(PagedFunctions):
         assert batch.rope_len is not None
         rope = rope_tables(self.config, positions, batch.rope_len)
         kinds = tuple(self.config.cache_kinds(limits.window)[i] for i in part.attends)
+        policy = limits.kv_policy
         cache = PagedCache(
             state.pages, state.states, batch.slot, batch.seen_as, batch.attention, batch.window, kinds,
-            limits.kernels, Evicted(limits.kv_policy.span, 0),
+            limits.kernels, Evicted(policy.span, 0, policy if policy.by_head else None),
         )  # fmt: skip
         residual: Residual = None
         if part.finishes is None:
