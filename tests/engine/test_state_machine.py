@@ -424,22 +424,23 @@ def test_random_workloads(examples: int):
     assert not [event for event in wanted if not sum(every, Counter())[event]], every
 
 
+LONG = {
+    Machine: EVENTS,
+    Remembering: (*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS),
+    Swapping: (*EVENTS, *SWAP_EVENTS),
+    Speculating: DRAFT_EVENTS,
+    Below: BELOW_EVENTS,
+    Growing: ("grown", "shrinks", "preemptions"),
+}
+
+
 @pytest.mark.slow
-def test_random_workloads_for_long():
-    remembering = (*EVENTS, *CACHE_EVENTS, *SWAP_EVENTS)
-    swapping = (*EVENTS, *SWAP_EVENTS)
-    machines = (
-        (Machine, EVENTS),
-        (Remembering, remembering),
-        (Swapping, swapping),
-        (Speculating, DRAFT_EVENTS),
-        (Below, BELOW_EVENTS),
-        (Growing, ("grown", "shrinks", "preemptions")),
-    )
-    for machine, wanted in machines:
-        events = explore(machine, 1_000, derandomize=False)
-        assert events["steps"] >= 100_000
-        # Those with a memory, or what swaps, have no windows of their own.
-        windows = {"blocks left behind", "copies in windows"}
-        never = {"padding rows", *windows} if machine is not Machine else set()
-        assert not [event for event in wanted if not events[event] and event not in never], events
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", LONG)
+def test_random_workloads_for_long(machine: type[Machine]) -> None:
+    events = explore(machine, 1_000, derandomize=False)
+    assert events["steps"] >= 100_000
+    # Those with a memory, or what swaps, have no windows of their own.
+    windows = {"blocks left behind", "copies in windows"}
+    never = {"padding rows", *windows} if machine is not Machine else set()
+    assert not [event for event in LONG[machine] if not events[event] and event not in never], events
