@@ -8,7 +8,7 @@ import pytest
 
 from moejax.core.config import EngineConfig
 from moejax.engine.llm import LLM
-from tests.engine.tiny import FullForward, main_config, small_config, write_model
+from tests.engine.tiny import FullForward, small_config, write_model
 
 # Few buckets, each of which is a program to compile: `test_ledger` has those that an engine chooses itself.
 ENGINE = EngineConfig(compile_cache=False, seq_buckets=[8], token_buckets=[16, 64], block_buckets=[16])
@@ -16,8 +16,8 @@ ENGINE = EngineConfig(compile_cache=False, seq_buckets=[8], token_buckets=[16, 6
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The main model: weights, tokenizer, chat template."""
-    return write_model(tmp_path_factory.mktemp("main"), main_config())
+    """The main model: one layer, weights, tokenizer, chat template."""
+    return write_model(tmp_path_factory.mktemp("main"), small_config())
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from moejax.bench.backends.config import BackendOptions
 from moejax.bench.backends.moejax_server import MoejaxServer
 from moejax.bench.backends.openai_endpoint import OpenAIEndpoint
 from moejax.core.errors import ConfigError
-from tests.engine.tiny import main_config, write_model
+from tests.engine.tiny import small_config, write_model
 from tests.serving.test_server import ENGINE, served
 
 PROMPTS = ["The router sends", "def route(tokens)"]
@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Where does the router send t
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("clients"), main_config())
+    return write_model(tmp_path_factory.mktemp("clients"), small_config())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from moejax import LLM
 from moejax.engine import recent
-from tests.engine.tiny import main_config, write_model
+from tests.engine.tiny import small_config, write_model
 from tests.serving.test_server import ENGINE, error_of, served
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def odd_body(rng: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path: Path = write_model(tmp_path_factory.mktemp("fuzz"), main_config())
+    path: Path = write_model(tmp_path_factory.mktemp("fuzz"), small_config())
     with pytest.MonkeyPatch.context() as patch:  # `LLM.stats` keeps so many steps and requests
         patch.setattr(recent, "RECORDS", 64)
         opened = LLM(path, engine=ENGINE)

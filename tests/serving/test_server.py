@@ -29,7 +29,7 @@ from moejax.serving.async_llm import AsyncLLM
 from moejax.serving.config import ServeSection
 from moejax.serving.run import listen
 from moejax.serving.tenants import Tenants
-from tests.engine.tiny import main_config, write_model
+from tests.engine.tiny import small_config, write_model
 
 ENGINE = EngineConfig(
     compile_cache=False, seq_buckets=[8], token_buckets=[16], block_buckets=[16], max_model_len=64,
@@ -74,7 +74,7 @@ def served(llm: LLM, name: str = "toy", **section: Any) -> Iterator[tuple[str, S
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("served"), main_config())
+    return write_model(tmp_path_factory.mktemp("served"), small_config())
 
 
 @pytest.fixture(scope="module")
