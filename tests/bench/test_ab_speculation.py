@@ -40,7 +40,7 @@ def arms(llm: LLM, method: Any = "suffix") -> list[Arm]:
     return [Arm(name, [], MoejaxBackend(llm.variant(engine))) for name, engine in engines.items()]
 
 
-@pytest.mark.parametrize("text", slow_but(["seen"], ["random", "copy", "own", "seen"]))
+@pytest.mark.parametrize("text", slow_but([], ["random", "copy", "own", "seen"]))
 def test_the_table_of_drafts(llm: LLM, text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for plot in ("ratios_plot", "rounds_plot"):
         monkeypatch.setattr(f"moejax.report.ab.{plot}", lambda result: None)

@@ -156,6 +156,7 @@ def test_what_is_folded_into_the_norm_belongs_to_the_expert(models):
     assert not found.squared_error.any() and not found.flipped.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stand_ins",
     [[0, -1, 2, 3, -1, 5, 6, 7], pytest.param([0, 2, 2, 3, 7, 5, 6, 7], marks=pytest.mark.slow)],

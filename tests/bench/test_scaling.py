@@ -141,6 +141,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return run_scaling(model, section, run, load_format="dummy"), out
 
 
+@pytest.mark.slow
 def test_measured_programs_send_what_the_formulas_say(result: Any) -> None:
     found, out = result
     alone, data, cluster = found["cases"]

@@ -136,7 +136,7 @@ def assert_all_merged(made: Made, llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    slow_but(["gqa", "latents"], [name for name in FAMILIES if not name.startswith("eight_way")]),
+    slow_but(["gqa"], [name for name in FAMILIES if not name.startswith("eight_way")]),
 )
 def test_adapters_in_one_batch_are_the_merged_models(
     made: Callable[[str], Made], loaded: LLM, family: str
@@ -153,7 +153,9 @@ def test_adapters_change_what_is_generated(loaded: LLM) -> None:
     "options",
     [
         {"moe": MoeConfig(grouped_matmul="ragged_dot")},
-        {"moe": MoeConfig(grouped_matmul="blocks_uniform", block_rows=2)},
+        pytest.param(
+            {"moe": MoeConfig(grouped_matmul="blocks_uniform", block_rows=2)}, marks=pytest.mark.slow
+        ),
         pytest.param({"moe": MoeConfig(expert_layout="edf")}, marks=pytest.mark.slow),
         pytest.param({"overlap": False, "max_num_batched_tokens": 5}, marks=pytest.mark.slow),
     ],
@@ -163,7 +165,7 @@ def test_other_products_and_loops(made: Callable[[str], Made], options: dict[str
     assert_all_merged(made("one_layer"), engine(made("one_layer"), **options))
 
 
-@pytest.mark.parametrize("preemption", slow_but(["recompute"], ["recompute", "swap"]))
+@pytest.mark.parametrize("preemption", slow_but([], ["recompute", "swap"]))
 def test_several_samples_that_are_preempted(made: Callable[[str], Made], preemption: Any) -> None:
     scarce = {"block_size": 4, "num_blocks": 12, "block_buckets": [12], "preemption": preemption}
     llm = engine(made("one_layer"), **scarce)
@@ -211,6 +213,7 @@ def test_another_model_drafts_without_adapters(made: Callable[[str], Made]) -> N
         engine(made("gqa"), speculation=draft)
 
 
+@pytest.mark.slow
 def test_scores_are_the_adapters(made: Callable[[str], Made], loaded: LLM) -> None:
     for name in NAMES:
         for prompt, mine in zip(PROMPTS, loaded.score(PROMPTS, adapter=name), strict=True):

@@ -328,6 +328,7 @@ def test_what_is_found_has_the_rows_of_who_computed_it(
     check(rows, [again], whole)
 
 
+@pytest.mark.slow
 def test_a_trace_with_hits_is_replayed(bare_llm: LLM, tmp_path: Path) -> None:
     llm = bare_llm.variant(remembering("host"))
     asked = [ROUNDS[0][0]] * 2 + [ROUNDS[0][1]]

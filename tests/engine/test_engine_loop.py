@@ -103,6 +103,7 @@ def test_programs_update_the_cache_in_place(function: str, forked: LLM) -> None:
         assert not {kind for kind in kinds if kind.startswith("copy")}, key
 
 
+@pytest.mark.slow
 def test_segments_are_made_when_needed(bare_llm: LLM, whole: FullForward) -> None:
     """One short request touches the first segment alone; the pool's bytes say so."""
     llm = bare_llm.variant(SEGMENTS)

@@ -91,7 +91,7 @@ def test_chunks_preemption_and_forks_give_the_twins_tokens(dtype: str) -> None:
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(["int4"], DTYPES))
 def test_scores_are_the_twins(dtype: str) -> None:
     llm, twin = pair(dtype)
     plain = OneByOne(llm.model)

@@ -198,6 +198,7 @@ def test_the_same_call_twice_draws_the_same(llm: LLM) -> None:
     assert len({tuple(row[0]) for row in first}) == 4  # each place in the call has its own stream
 
 
+@pytest.mark.slow
 def test_another_instance_draws_the_same_and_another_seed_does_not(llm: LLM, model_dir: Path) -> None:
     prompts = [[5, 6, 7], [8, 9], [10], [11, 12]]
     first = tokens(llm.generate(prompts, SAMPLED))

@@ -171,6 +171,7 @@ def test_sampling_forks_penalties_and_preemption_on_a_mesh(layout: str, model: A
             assert np.abs(np.subtract([mine, theirs], scored)).max() <= RELATIVE * np.abs(scored).max()
 
 
+@pytest.mark.slow
 def test_routing_counts_and_drops_are_the_whole_batchs(model: Any) -> None:
     """Counts are summed over groups; with too little room what is dropped is counted, else nothing is."""
     asked, params = prompts(10), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

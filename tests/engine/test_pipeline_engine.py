@@ -125,6 +125,7 @@ def test_two_stages_give_what_one_device_gives(build: Any, single: Any) -> None:
     assert names == {"stage 0 step", "stage 1 step", "transfer 0 to 1", "transfer 1 to 0"}
 
 
+@pytest.mark.slow
 def test_the_plain_loop_gives_the_same(build: Any, single: Any) -> None:
     llm = build(engine=dataclasses.replace(ENGINE, overlap=False), pp=2)
     agree(greedy(llm), single())
@@ -308,6 +309,7 @@ def test_each_stage_runs_microbatches_in_order(ran: Any) -> None:
         assert numbers == sorted(numbers)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up(build: Any, single: Any) -> None:
     engine = dataclasses.replace(ENGINE, strict_compile=True, seq_buckets=[4], token_buckets=[16])
     llm = build(engine=engine, pp=2)

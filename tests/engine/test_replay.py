@@ -301,6 +301,7 @@ def test_a_trace_by_its_path(tmp_path: Path, recorded: Any) -> None:
         llm.submit(prompt(4), PARAMS)
 
 
+@pytest.mark.slow
 def test_replaying_starts_and_stops(bare_llm: LLM, recorded: Any) -> None:
     trace, came_out = recorded
     changed = dataclasses.replace(trace, ids=((trace.ids + 1) % 8).astype(np.uint8))
@@ -378,11 +379,9 @@ def one_device() -> RoutingCapture:
     return llm.routing_capture()
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "pp2"]
-
-
+@pytest.mark.slow
 @pytest.mark.multidevice
-@pytest.mark.parametrize("layout", ["pp2", *SLOW])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_replay_what_one_recorded(layout: str, one_device: RoutingCapture) -> None:
     # Another model's weights, so that nothing but the trace makes the experts equal.
     llm = LLM(MODEL, load_format="dummy", engine=MESHED, parallel=ParallelConfig(**LAYOUTS[layout]), seed=1)

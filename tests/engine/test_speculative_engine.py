@@ -190,7 +190,7 @@ BY_MODELS = [
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
     ("method", "name", "same"),
-    slow_but([("self_layers", "prefixes", True), ("draft", "preempting", True)], BY_MODELS),
+    slow_but([("draft", "preempting", True)], BY_MODELS),
 )
 def test_a_model_that_drafts_as_it_verifies_is_always_right(
     method: Any, name: str, same: bool, variants: Any, tmp_path: Path

@@ -232,9 +232,17 @@ ALLOCATORS = (SharesUncounted, WritesSharedBlocks, KeepsSharedBlocks)
 WINDOWS = (SlidesTooFar, NeverSlides, SharesWindowsUncounted)
 
 
+DEFECTS = (*SCHEDULERS, *ALLOCATORS, *WINDOWS, *PREFIXES, *SWAPS, forks_what_has_tokens)
+FOUND_LATE = (
+    RemembersWhatIsNotComputed, ForgetsWhatIsPending, EvictsParents, CopiesWhatIsNotWritten, LeaksSlots,
+    forks_what_has_tokens,
+)  # fmt: skip
+"""Found only after many workloads."""
+
+
 @pytest.mark.parametrize(
     "defect",
-    (*SCHEDULERS, *ALLOCATORS, *WINDOWS, *PREFIXES, *SWAPS, forks_what_has_tokens),
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in FOUND_LATE)) for each in DEFECTS],
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_is_found(defect: Any):

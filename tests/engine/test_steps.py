@@ -123,6 +123,7 @@ def test_any_batch_gives_each_prompt_its_own_tokens(
         assert out.outputs[0].token_ids == oracle.greedy(ids, p.max_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moe", [MoeConfig(execution="dense"), MoeConfig(grouped_matmul="ragged_dot")])
 def test_executions_agree(moe: MoeConfig, llm: LLM) -> None:
     engine = ContiguousEngine(Decoder(llm.config, moe=moe, seed=0), CompileLedger())
@@ -296,7 +297,7 @@ def test_recorded_routing_is_the_models_own(windowed: LLM, windowed_oracle: Full
 def test_half_precision(dtype: str, llm: LLM) -> None:
     """Weights and cache in the dtype, on a CPU bfloat16 as its bits, results in float32, scores near those of
     float32."""
-    half = LLM(main_config(), dtype=dtype, load_format="dummy", engine=ENGINE)
+    half = LLM(small_config(), dtype=dtype, load_format="dummy", engine=ENGINE)
     assert half.config.dtype == dtype and half.model.embedding.table[...].dtype == jnp.dtype(dtype)
     out = half.generate([prompt(5)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
     stored = jnp.dtype("uint16" if dtype == "bfloat16" else dtype)
@@ -304,7 +305,7 @@ def test_half_precision(dtype: str, llm: LLM) -> None:
     assert len(out.outputs[0].token_ids) == 4
     (ours,), (exact,) = half.score([prompt(12)]), llm.score([prompt(12)])
     assert ours.dtype == np.float32
-    assert relative_error(ours, exact) < logits_tolerance(half.config)
+    assert relative_error(ours, exact) < 8 * float(jnp.finfo(dtype).eps)  # measured: half of one
 
 
 def test_a_directory_in_bfloat16_runs_in_float32_on_cpu(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tests.examples import slow_but
         ],
     ),
 )
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("resident", slow_but([0], [0, 2]))
 def test_tokens_are_those_of_the_engine_that_has_all(
     family: str, options: dict[str, Any], resident: int, tmp_path: Path
 ) -> None:
@@ -76,6 +76,7 @@ def test_the_device_never_has_more_of_them_than_it_says() -> None:
         assert not any(isinstance(leaf, jax.Array) for leaf in mine.runner.functions.layers[1].leaves)
 
 
+@pytest.mark.slow
 def test_faults_end_their_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experts, tiers = {"resident": 0.5, "tier": "disk"}, {"resident_layers": 0, "direct": False}
     with opened(DEEP, tmp_path, experts=experts, tiers=tiers) as mine:

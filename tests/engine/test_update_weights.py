@@ -59,6 +59,7 @@ def test_tokens_are_those_of_an_engine_of_the_new_weights(family: str) -> None:
     llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 def test_either_layout_of_experts_and_single_parameters() -> None:
     llm, other = engine(ONE_LAYER, moe=MoeConfig(expert_layout="edf")), kept(1)
     llm.update_weights(other.model)
@@ -85,7 +86,7 @@ def test_on_meshes(layout: dict[str, int]) -> None:
     assert tokens(llm) == tokens(other)
 
 
-@pytest.mark.parametrize("running", ["wait", "keep", "abort"])
+@pytest.mark.parametrize("running", slow_but(["keep"], ["wait", "keep", "abort"]))
 def test_what_becomes_of_running_requests(running: Any) -> None:
     old, new, llm = kept(0), kept(1), engine(ONE_LAYER)
     twin = llm.variant(llm.engine_config)

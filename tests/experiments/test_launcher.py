@@ -116,7 +116,7 @@ def test_submitit_local(tmp_path: Path) -> None:
     assert json.loads(result.read_text())["seed"] == 1
 
 
-@pytest.mark.parametrize("seeds", slow_but(["1"], ["1", "1,2"]))
+@pytest.mark.parametrize("seeds", slow_but([], ["1", "1,2"]))
 def test_submitit_slurm_with_two_nodes(tmp_path: Path, seeds: str) -> None:
     """The whole way through a stand-in for SLURM: an array of jobs, each a JAX program of two processes."""
     pytest.importorskip("submitit", reason="hydra-submitit-launcher is not installed (make test installs it)")
@@ -183,6 +183,7 @@ def test_process_0_alone_writes_and_prints(tmp_path: Path) -> None:
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "code", "text"),
     [

@@ -67,6 +67,7 @@ def seeds(folder: Path) -> list[str]:
     return runs.read_text().split() if runs.exists() else []
 
 
+@pytest.mark.slow
 def test_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     argv = ("-m", "tracker=none", "hydra.sweep.dir=here", "seed=1,2,13,4")
     err = kill_in_job_of_seed(tmp_path, 2, *argv)

@@ -94,6 +94,7 @@ def test_the_layout_of_experts_does_not_matter():
         assert relative_l2(dequantize(a.tensor()), dequantize(b.tensor())) < 0.02, name
 
 
+@pytest.mark.slow
 def test_gptq_loses_on_weights_and_wins_on_outputs_and_awq_is_no_worse_than_rounding():
     """Two-sided, on the first layer, whose statistics do not depend on what comes before."""
     fmt, rules = "int4_g8", [QuantRule("layers.1.*", method="none")]
@@ -334,6 +335,7 @@ def with_outliers(config):
     return model
 
 
+@pytest.mark.slow
 def test_smoothquant_tames_outliers_that_round_to_nearest_cannot():
     config = FAMILIES["mixtral"]
     want = logits(build(config), tokens())

@@ -147,7 +147,7 @@ def test_bytes_with_latent_attention(layout: str) -> None:
     check(MODEL.replace(**LATENT), PRESETS[layout], decode())
 
 
-@pytest.mark.parametrize("layout", slow_but(["ep4_tp2"], HERE))
+@pytest.mark.parametrize("layout", slow_but([], HERE))
 def test_bytes_with_linear_attention(layout: str) -> None:
     """Of which the norm of all heads' outputs is one more sum; and steps with chunks, which fork states."""
     check(WITH_STATES, PRESETS[layout], decode()._replace(tokens=16))

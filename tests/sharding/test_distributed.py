@@ -190,6 +190,7 @@ def test_a_killed_process_ends_the_other(victim: int) -> None:
         assert running[1 - victim].stderr.splitlines().count(line) == 1
 
 
+@pytest.mark.slow
 def test_an_exception_ends_the_other() -> None:
     """Process 0's, with which JAX's service ends."""
     with started([LOOP, "fail", "0"]) as running:

@@ -95,6 +95,7 @@ def wandb_cli(*args: str, cwd: Path) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_offline_run_is_read_back_with_leet(offline):
     """The printed path opens, and leet finds what was logged: history, summary, config, tags, media."""
     tmp_path, done = offline
@@ -128,6 +129,7 @@ def test_offline_run_is_read_back_with_leet(offline):
     assert not (tmp_path / "wandb").exists()  # but below the run's own folder
 
 
+@pytest.mark.slow
 def test_long_table_is_cut_and_said_so(child, tmp_path):
     done = child({"kind": "wandb_offline"}, rows=MAX_TABLE_ROWS + 5)
     assert done.returncode == 0, done.stderr
@@ -208,6 +210,7 @@ def test_refused_key_is_an_error(child):
     check_refusal(done, "refused the login")
 
 
+@pytest.mark.slow
 def test_server_that_fails_during_the_run_is_an_error_in_bounded_time(child, tmp_path):
     start = time.monotonic()
     with FakeWandb(stalled=True) as server:

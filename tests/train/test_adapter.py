@@ -64,6 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(config, text, result, tracker, export(config, result, folder / "exported", "a command"))
 
 
+@pytest.mark.slow
 def test_it_learns_beside_weights_that_stay(trained: Trained) -> None:
     first, *_, last = [value for _, value in trained.tracker.series("held_out/loss")]
     assert last < first - 0.05

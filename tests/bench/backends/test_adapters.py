@@ -16,6 +16,7 @@ from moejax.core.adapters import AdaptersConfig
 from moejax.core.errors import ConfigError, RequestError
 from moejax.engine.requests.api import RequestOutput
 from tests.adapters import write_adapter
+from tests.examples import slow_but
 from tests.model_shapes import TWO_LAYERS
 
 ENGINE = EngineConfig(
@@ -41,7 +42,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("source", ["random", "directories"])
+@pytest.mark.parametrize("source", slow_but(["directories"], ["random", "directories"]))
 def test_slots_and_merged_models_give_the_same(source: str, tmp_path: Path) -> None:
     """In turns: with three adapters for four requests the first and the last have one."""
     asked: Any = 3

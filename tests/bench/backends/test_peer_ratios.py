@@ -112,6 +112,7 @@ def text_of(table: Any, width: int = 80) -> str:
     return captured.get()
 
 
+@pytest.mark.slow
 def test_latency_of_two_backends_in_one_table_and_plot(
     llm: moejax.LLM, peer: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

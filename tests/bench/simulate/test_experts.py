@@ -122,6 +122,7 @@ def test_the_fullest_rank_s_rows_are_those_of_a_step_s_microbatches(layout: str,
     assert counts == {"chosen": 32 * LARGE.num_experts_per_tok, "heaviest": microbatches * rows * 4}
 
 
+@pytest.mark.slow
 def test_rebalancing_lightens_the_fullest_rank_and_tokens_are_the_same_number(tmp_path: Path) -> None:
     moving = dataclasses.replace(ENGINE, rebalance=MOVES)
     (still,) = simulate(tmp_path / "a")

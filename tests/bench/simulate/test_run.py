@@ -156,6 +156,7 @@ def test_an_exponent_without_a_law_that_has_one() -> None:
 STEPS = Autoscale(layouts=["tp2", "tp4"], queue_ms=1e-3, interval_s=0.1, cooldown_s=0.2, cold_start_s=0.1)
 
 
+@pytest.mark.slow
 def test_a_fleet_changes_its_layout_and_its_case_tells_when(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "layouts": ["tp2"], "rates": [200.0], "fleets": {"still": Fleet(), "resized": Fleet(autoscale=STEPS)},
@@ -304,6 +305,7 @@ def test_uneven_pipeline_stages_have_all_layers() -> None:
         assert step.of([GroupWork(8, 800, ((64, 64),), 9)]).seconds > 0
 
 
+@pytest.mark.slow
 def test_a_layout_is_chosen_by_what_a_steady_state_serves() -> None:
     section = dataclasses.replace(SECTION, memory_share=0.9)
     chosen = choose_layout(LARGE, ENGINE, section, "a100_80gb", 4, (100.0, 20.0))

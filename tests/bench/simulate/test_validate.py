@@ -109,6 +109,7 @@ def test_a_broken_file_of_points_is_one_line(tmp_path: Path, few_points: Path) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_calibration_points_count_in_no_error(simulated: list[tuple[Point, dict[str, Any]]]) -> None:
     rows = [row for _, row in simulated]
     assert [row["used_for_calibration"] for row in rows] == [True, False]
