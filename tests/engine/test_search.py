@@ -122,7 +122,7 @@ def theirs() -> Any:
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("early_stopping", "penalty"),
-    slow_but([(False, 1.0), (True, 0.0), ("never", 2.0)], product([False, True, "never"], [1.0, 0.0, 2.0])),
+    slow_but([("never", 2.0)], product([False, True, "never"], [1.0, 0.0, 2.0])),
 )
 def test_transformers_finds_the_same(tiny: LLM, theirs: Any, early_stopping: Any, penalty: float) -> None:
     torch = pytest.importorskip("torch")

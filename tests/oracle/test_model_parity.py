@@ -62,7 +62,7 @@ def test_logits(pair, name, execution):
             assert int(trace.counts.sum()) == tokens.size * model.config.num_experts_per_tok
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES[::2], NAMES))
+@pytest.mark.parametrize("name", slow_but(NAMES[::6], NAMES))
 def test_greedy_tokens(pair, name):
     both = pair(name)
     prompts = hf.random_tokens(96, 3, 20, seed=11)
@@ -85,7 +85,7 @@ def test_greedy_tokens_while_dynamic_rope_grows(pair, name):
     np.testing.assert_array_equal(chosen, hf.greedy(both.theirs, prompts, STEPS))
 
 
-@pytest.mark.parametrize("name", slow_but(ONE_BY_ONE[1::2], ONE_BY_ONE))
+@pytest.mark.parametrize("name", slow_but(ONE_BY_ONE[1::6], ONE_BY_ONE))
 def test_decode_one_by_one(pair, name):
     """Prefill of 7, then single tokens, gives the logits of transformers' whole forward pass.
 

@@ -19,6 +19,7 @@ from moejax.nn.quantized import quantized_weights
 from moejax.quantization.formats import MXFP4
 from tests.checkpoint.quantized_models import same_arrays
 from tests.decoding import forward
+from tests.examples import slow_but
 from tests.numerics import assert_close, relative_l2
 from tests.oracle import hf
 from tests.oracle.cases import by_name
@@ -83,7 +84,7 @@ def test_dequantized_weights_are_theirs_bit_for_bit(published, tmp_path):
         assert torch.equal(value, back[key]), key
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", slow_but([True], [False, True]))
 def test_greedy_tokens_through_the_engine(published, kernels):
     """On kernels: interpreted, experts on their codes."""
     directory, theirs = published

@@ -91,6 +91,7 @@ def test_hf_transformers(directory: Path, tmp_path: Path) -> None:
         WorkerBackend("hf_transformers", bad, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_prompt_lookup_of_transformers(directory: Path, tmp_path: Path) -> None:
     """Our tokens, in fewer rounds; samples of a seed; a stop token; one that is left."""
