@@ -21,7 +21,7 @@ GROWS = dataclasses.replace(WHOLE, initial_blocks=5)
 @pytest.mark.parametrize(
     ("family", "options"),
     slow_but(
-        [("small", {})],
+        [],
         [
             (family, options)
             for family in ("small", "qwen3_moe", "deepseek_v3", "gpt_oss")

@@ -31,6 +31,7 @@ from tests.numerics import assert_close, tolerance
 from tests.plain.contiguous import ContiguousEngine
 
 DTYPES = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "float8_e5m2", "int4"]
+DTYPES_ALONE = slow_but(["int4"], ["int8", "float8_e4m3fn", "float8_e5m2", "int4"])
 PROMPTS = [prompt(n, 3) for n in (11, 3, 16, 1, 9, 14)]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, seed=5, n=2, ignore_eos=True)
 STATIC = dataclasses.replace(SCARCE, batching="static")
@@ -91,7 +92,7 @@ def test_chunks_preemption_and_forks_give_the_twins_tokens(dtype: str) -> None:
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("dtype", slow_but(["int4"], DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES_ALONE)
 def test_scores_are_the_twins(dtype: str) -> None:
     llm, twin = pair(dtype)
     plain = OneByOne(llm.model)

@@ -13,8 +13,6 @@ from moejax.core.errors import ConfigError
 from moejax.core.scheduling import KvPolicyConfig, SpeculationConfig
 from moejax.engine.scheduling.eviction import check_kv_policy
 from moejax.engine.scheduling.sequence import Sequence
-from moejax.engine.step.limits import StepKey
-from moejax.engine.step.sampler import SamplerMode
 from tests.engine.mesh_models import ENGINE as MESH_ENGINE
 from tests.engine.mesh_models import FAMILIES
 from tests.engine.paged import assert_clean, greedy, prompt, tight, tokens
@@ -151,15 +149,6 @@ def test_codes_and_captured_routing(method: str, codes: Any) -> None:
     assert {(r, p) for r, p in zip(rows.request, rows.position, strict=True)} >= {
         (i, p) for i, n in enumerate(LENGTHS) for p in range(n + 19)
     }
-
-
-@pytest.mark.optimized
-def test_steps_copy_no_segment(llm: LLM) -> None:
-    """What a head keeps is moved where it lies."""
-    evicting = llm.variant(engine("snapkv"))
-    text = evicting.runner.program(StepKey(4, 8, 64, 1, SamplerMode(), False, -1)).as_text()
-    pool = r"f32\[64,\d+,(\d+,4|4,\d+)\]"
-    assert re.search(pool, text) and not re.search(rf"= {pool}\S* copy\(", text)
 
 
 @pytest.mark.slow

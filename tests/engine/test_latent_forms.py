@@ -14,6 +14,7 @@ from moejax.ops import paged_attention
 from moejax.perf import sizes
 from tests.engine.paged import SCARCE, greedy, prompt, tokens
 from tests.engine.tiny import FullForward, main_config, small_config
+from tests.examples import slow_but
 from tests.model_shapes import LATENT
 
 CONFIG = main_config(**LATENT | {"router": RouterConfig("sigmoid", True)}, moe_layers=(False, True))
@@ -33,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name != "cache_int8" else []) for name in CASES],
+    slow_but([], CASES),
 )
 def test_both_forms_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked, preempted and forked. Keys are made by blocks of 4; chunks of these sizes are then plain at

@@ -188,6 +188,7 @@ def test_all_of_them_resident_is_the_plain_engine() -> None:
             assert type(mine.runner).__name__ == "DeviceRunner" and mine.engine.tiers is None
 
 
+@pytest.mark.slow
 def test_slots_written_by_a_program_hold_what_memory_would() -> None:
     """From pageable memory, from pinned, and with popular experts that stay."""
     with opened(DEEP, experts={"resident": 0.5}) as mine:

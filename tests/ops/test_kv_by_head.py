@@ -1,15 +1,20 @@
 """What heads keep of a prompt that ends is what they attended to most; nothing else of the cache moves."""
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.cache.pool import PagedLayer
 from moejax.core.scheduling import KvPolicyConfig
 from moejax.ops.kv_by_head import keep_by_head
-from moejax.ops.kv_segments import ChunkPlan
+from moejax.ops.kv_segments import ChunkPlan, Segments
+from moejax.ops.paged_attention import AttentionPlan, Evicted
 from tests.examples import slow_but
-from tests.ops.paged_case import Spec, given_back, rounded, segments_with, sinks_of
+from tests.ops.paged_case import Spec, given_back, make, rounded, segments_with, sinks_of
 from tests.plain.evicted import between, chosen
 
 SCALE = 0.7
@@ -21,6 +26,31 @@ SPECS = {
     "int8": Spec(codes="int8"),
     "int4": Spec(codes="int4", segments=(5, 11)),
 }
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("codes", slow_but([None], [None, "int8"]))
+def test_no_segment_is_copied(codes: str | None) -> None:
+    """Attention reads a layer's segments, and what a head keeps is moved where it lies."""
+    spec = Spec(segments=(37,), codes=codes)
+    case = make(spec, 1)
+    policy = KvPolicyConfig("snapkv", sinks=1, recent=3, budget=20, observe=4)
+    ends = dict.fromkeys(("end_row", "end_token", "end_position"), jnp.zeros(spec.rows, jnp.int32))
+    assert case.plan.chunk is not None
+    plan = case.plan._replace(chunk=case.plan.chunk._replace(**ends))
+
+    def step(
+        segments: Segments, plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, rope: Any
+    ) -> Any:
+        layer = PagedLayer(segments, plan, "xla", Evicted(by_head=policy))
+        out, layer = layer.update_and_attend(q, k, v, rope, jnp.zeros(0), window=None, scale=SCALE)
+        return out, layer.segments
+
+    given = [jnp.asarray(x[:, None], jnp.float32) for x in (case.q, case.k, case.v)]
+    rope = (jnp.ones((len(case.q), 1, spec.head_dim // 2)),) * 2
+    text = jax.jit(step, donate_argnums=0).lower(case.before, plan, *given, rope).compile().as_text()
+    pool = rf"(f32|s8|u8)\[37,{spec.kv_heads},\d+,\d+\]"
+    assert re.search(pool, text) and not re.search(rf"= {pool}\S* copy\(", text)
 
 
 @pytest.mark.parametrize("name", slow_but(["three_segments", "int4"], list(SPECS)))

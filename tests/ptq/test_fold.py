@@ -102,6 +102,7 @@ def test_heads_that_read_one_value_head_are_tied():
     np.testing.assert_array_equal(tie(values, site, "max"), want)
 
 
+@pytest.mark.slow
 def test_powers_of_two_fold_exactly_in_bfloat16():
     config = FAMILIES["qwen2_moe"].replace(dtype="bfloat16")
     model = build(config)

@@ -136,6 +136,7 @@ def test_gptq_takes_each_experts_own_hessian():
         assert relative_l2(dequantize(got), dequantize(want.tensor)) < 0.02, e
 
 
+@pytest.mark.slow
 def test_the_second_layer_sees_what_the_quantized_first_gives_out():
     """Coarse weights in layer 0 change what layer 1 is calibrated with."""
     fine = quantized("mixtral", "gptq", "int8")[0]

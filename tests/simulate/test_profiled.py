@@ -53,6 +53,7 @@ def test_the_published_run_is_what_it_is_told_to_be() -> None:
     assert sum(one.metrics.e2e for one in records) / 300 == pytest.approx(32.3446, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_published_run_is_met() -> None:
     """By the simulator's own law of routing; means within 2 %, TTFT's within 13 %."""
     found = {row["metric"]: row["error"] for row in rows() if row["routing"] == str(LAWS[0])}

@@ -107,6 +107,7 @@ def test_it_serves_from_a_slot(trained: Trained) -> None:
     assert mine.sum() > base.sum()
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_with_the_same_bits(trained: Trained, tmp_path: Path) -> None:
     base = Path(trained.config.adapter.base)
     config = adapter_config(base, tmp_path)

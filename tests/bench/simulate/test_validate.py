@@ -122,6 +122,7 @@ def test_what_cannot_be_simulated_is_a_row_with_the_reason() -> None:
     assert all(row["simulated"] is None and row["note"] == point.reason for row in rows_of_point(point))
 
 
+@pytest.mark.slow
 def test_a_figure_that_the_simulator_made_itself_has_no_error(
     simulated: list[tuple[Point, dict[str, Any]]],
 ) -> None:
