@@ -19,7 +19,7 @@ from moejax.ops.kv_segments import (
     put_block,
     segment_starts,
 )
-from moejax.ops.paged_attention import KEYS_PER_TURN, product
+from moejax.ops.paged_attention import KEYS_PER_TURN, product, running_softmax
 
 
 @jax.named_scope("kv_by_head")
@@ -66,23 +66,19 @@ def keep_by_head(
         position = jnp.tile(end - observe + jnp.arange(observe, dtype=jnp.int32), H // K)[:, None]
 
         def score(c: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Returns a turn's scores `[K, M, keys]`, and which of them count `[M, keys]`."""
+            """Returns a turn's scores `[K, M, keys]`, and which of them count `[1, M, keys]`."""
             loaded = load_blocks(segments, jax.lax.dynamic_slice_in_dim(blocks, c * per_turn, per_turn))
             scores = product("kmd,kdb->kmb", part, loaded.keys, loaded.codes).astype(jnp.float32)
             scores = scores if loaded.key_scale is None else scores * loaded.key_scale[:, None, :]
             keys = jax.lax.dynamic_slice_in_dim(key, c * keys_per_turn, keys_per_turn)[None]
-            return scores, (keys <= position) & (position >= 0)
+            return scores, ((keys <= position) & (position >= 0))[None]
 
-        def sums(c: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            highest, total = carry
-            scores, seen = score(c)
-            new = jnp.maximum(highest, jnp.where(seen, scores, lowest).max(axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
-            return new, total * jnp.exp(highest - new) + weights.sum(axis=-1, keepdims=True)
+        def add(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return running_softmax(carry, *score(c), None, lambda weights: weights[..., :0])  # no values
 
-        turns = (end - 1) // keys_per_turn + 1
-        empty = jnp.full((*part.shape[:2], 1), lowest), jnp.zeros((*part.shape[:2], 1))
-        highest, total = jax.lax.fori_loop(0, turns, sums, empty)
+        turns, queries = (end - 1) // keys_per_turn + 1, part.shape[:2]
+        empty = jnp.full((*queries, 1), lowest), jnp.zeros((*queries, 1)), jnp.zeros((*queries, 0))
+        highest, total, _ = jax.lax.fori_loop(0, turns, add, empty)
         if sinks is not None:
             own = jnp.repeat(sinks.reshape(K, H // K).astype(jnp.float32), observe, axis=1)
             total += jnp.exp(own[..., None] - highest)

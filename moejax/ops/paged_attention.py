@@ -315,7 +315,7 @@ def chunk_attention(
                 weights = weights.astype(q.dtype) if loaded.codes is None else weights
                 return product("kmb,kbd->kmd", weights, loaded.rows, loaded.codes)
 
-            return _running_softmax(carry, scores, seen[None], loaded.row_scale, sums)
+            return running_softmax(carry, scores, seen[None], loaded.row_scale, sums)
 
         begin, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         if evicted.span is not None:
@@ -361,7 +361,7 @@ def chunk_attention(
     return out[:T], None if mass is None else mass[:, : evicted.blocks]
 
 
-def _running_softmax(
+def running_softmax(
     old: Sequence[jax.Array], scores: jax.Array, seen: jax.Array, scales: jax.Array | None,
     sums: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
@@ -431,7 +431,7 @@ def plain_chunk_attention(
                 scores = scores if scales is None else scores * scales[:, None]
                 place = i * queries + query_of[:, None]
                 seen = ((key <= first + place) & (place < count))[None]
-                updated = _running_softmax(
+                updated = running_softmax(
                     old, scores, seen, scales, lambda x: jnp.einsum("hmb,hvb->hmv", x.astype(wide), values)
                 )
                 both = zip(state, updated, strict=True)
