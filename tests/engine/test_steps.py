@@ -26,7 +26,6 @@ from tests.engine.tiny import (
     VOCAB,
     FullForward,
     log_softmax,
-    main_config,
     small_config,
     windowed_config,
     write_model,
@@ -205,7 +204,7 @@ def check_scores(scores: Sequence[np.ndarray], sequences: list[list[int]], oracl
     for got, ids in zip(scores, sequences, strict=True):
         want = log_softmax(oracle.logits(ids))[np.arange(len(ids) - 1), ids[1:]]
         assert got.dtype == np.float32 and got.shape == (len(ids) - 1,)
-        assert relative_error(got, want) < logits_tolerance(main_config())
+        assert relative_error(got, want) < logits_tolerance(small_config())
 
 
 def test_score_is_the_log_softmax_of_the_models_logits(llm: LLM, oracle: FullForward) -> None:
